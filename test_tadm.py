@@ -1,0 +1,671 @@
+"""Tests of tadm.py, train_toy.py and sample.py. Run: python -m pytest -q
+
+Nothing is compared with an output of our own: the truth is a closed form, numpy in float64, the
+enumeration of a tiny language, or an oracle that knows the exact posterior of its data.
+A failing test names the equation to look at. Everything random is seeded; the tolerances are
+several standard errors.
+"""
+
+import functools
+import hashlib
+import http.server
+import itertools
+import math
+import random
+import re
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import sample as sample_script
+import tadm
+import train_toy
+
+# ------------------------------------------------------------------------------ oracles
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def close(actual, expected, tolerance, message):
+    assert abs(float(actual.detach() if torch.is_tensor(actual) else actual) - expected) <= tolerance, (
+        f"{message}: expected {expected:.4f} +- {tolerance:.4f}, got {float(actual):.4f}"
+    )
+
+
+class Posterior:
+    """The exact posterior of a data set (N, L): what a perfectly trained model predicts.
+
+    It reads z, or (stale=True) only the cached canvas. It keeps a log of the canvases it was given.
+    """
+
+    def __init__(self, data, vocab_size, stale=False):
+        self.data, self.mask_id, self.stale = torch.tensor(data), vocab_size, stale
+        self.refreshed, self.predicted = [], []
+
+    def refresh(self, z):
+        self.refreshed.append(z.clone())
+        return z.clone()
+
+    def predict(self, z, cache):
+        self.predicted.append((z.clone(), cache.clone()))
+        z = cache if self.stale else z
+        fits = ((z[:, None] == self.data) | (z[:, None] == self.mask_id)).all(dim=2).float()
+        one_hot = torch.nn.functional.one_hot(self.data, self.mask_id).float()  # (N, L, V)
+        counts = torch.einsum("bn,nlv->blv", fits, one_hot)
+        return (counts / counts.sum(dim=2, keepdim=True)).log()
+
+
+class Uniform(Posterior):
+    """Predicts every token with equal probability: cross-entropy ln V, whatever it sees."""
+
+    def __init__(self, vocab_size):
+        super().__init__([[0]], vocab_size)
+
+    def predict(self, z, cache):
+        self.predicted.append((z.clone(), cache.clone()))
+        return torch.zeros(*z.shape, self.mask_id)
+
+
+LANGUAGE = [[0, 1, 2, 0], [0, 1, 0, 1], [2, 2, 2, 0], [1, 0, 2, 2], [1, 0, 0, 1]]  # V = 3, L = 4
+TWINS = [[0, 0], [1, 1]]  # entropy ln 2
+
+CONFIG = tadm.Config(vocab_size=11, seq_len=6, d_model=8, n_heads=2, n_anchor=2, n_denoiser=1)
+
+
+def random_model(kind=tadm.TADM, config=CONFIG, seed=0):
+    """A model with all weights random, none left at zero or one."""
+    torch.manual_seed(seed)
+    model = kind(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return model
+
+
+# ---------------------------------------------------------------------- numpy, float64
+
+
+def weights(module):
+    return {k: v.detach().double().numpy() for k, v in module.state_dict().items()}
+
+
+def np_norm(w, name, x):
+    x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    return x * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
+
+
+def np_linear(w, name, x):
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+
+def np_gelu(x):
+    return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+
+
+def np_fusion(w, c, h, at=""):
+    """Eq. 57-59 with the names of the paper."""
+    u = np.concatenate([np_norm(w, f"{at}norm_c", c), np_norm(w, f"{at}norm_h", h)], -1)
+    g = 1 / (1 + np.exp(-np_linear(w, f"{at}gate", u)))
+    delta = np_linear(w, f"{at}down", np_gelu(np_linear(w, f"{at}up", u)))
+    return np_norm(w, f"{at}norm_out", h + g * delta)
+
+
+def np_block(w, at, x, n_heads):
+    L, d = x.shape
+    half = d // n_heads // 2
+    angle = np.arange(L)[:, None] * 10000.0 ** (-np.arange(half) / half)
+    q, k, v = np_linear(w, f"{at}qkv", np_norm(w, f"{at}norm_attn", x)).reshape(
+        L, 3, n_heads, 2 * half
+    ).transpose(1, 2, 0, 3)
+
+    def rotate(u):  # as a complex number per pair of channels
+        u = (u[..., :half] + 1j * u[..., half:]) * np.exp(1j * angle)
+        return np.concatenate([u.real, u.imag], -1)
+
+    q, k = rotate(np_norm(w, f"{at}norm_q", q)), rotate(np_norm(w, f"{at}norm_k", k))
+    a = np.exp(q @ k.transpose(0, 2, 1) / math.sqrt(2 * half))
+    y = (a / a.sum(-1, keepdims=True)) @ v
+    x = x + np_linear(w, f"{at}out", y.transpose(1, 0, 2).reshape(L, d))
+    return x + np_linear(w, f"{at}down", np_gelu(np_linear(w, f"{at}up", np_norm(w, f"{at}norm_mlp", x))))
+
+
+# --------------------------------------------------------------------------- fusion, models
+
+
+def test_fusion_against_numpy():
+    torch.manual_seed(1)
+    fusion = tadm.GatedFusion(6)
+    for p in fusion.parameters():
+        torch.nn.init.normal_(p)
+    c, h = torch.randn(2, 5, 6), 3 * torch.randn(2, 5, 6)
+    truth = np_fusion(weights(fusion), c.double().numpy(), h.double().numpy())
+    error = np.abs(fusion(c, h).detach().numpy() - truth).max()
+    assert error < 1e-4, f"Eq. 57-59: h_fused is off by {error:.2g}; sigmoid, GELU, all three LN?"
+
+
+def test_fusion_starts_as_the_normalised_anchor():
+    torch.manual_seed(0)
+    fusion = tadm.GatedFusion(8)
+    c, h = torch.randn(2, 3, 8), 5 * torch.randn(2, 3, 8)
+    truth = torch.nn.functional.layer_norm(h, (8,))
+    assert torch.allclose(fusion(c, h), truth, atol=1e-5), "Eq. 59: W_2 = b_2 = 0 gives LN(h)"
+    assert torch.equal(fusion(c, h), fusion(torch.zeros_like(c), h)), "W_2 = 0 must hide c"
+    (fusion(c, h) * torch.randn(8)).sum().backward()
+    assert fusion.down.weight.grad.abs().sum() > 0, "W_2 = 0 must still learn"
+
+
+def test_forward_pass_against_numpy():
+    model = random_model()
+    w = weights(model)
+    z, z_stale = torch.tensor([3, 11, 0, 10, 11, 7]), torch.tensor([3, 11, 11, 11, 11, 7])
+
+    def embed(z):
+        return w["token.weight"][z.numpy()] + w["position"]
+
+    h = embed(z_stale)
+    for i in range(2):
+        h = np_block(w, f"anchor.{i}.", h, 2)
+    x = np_block(w, "denoiser.0.", np_fusion(w, embed(z), h, "fusion."), 2)
+    truth = np_linear(w, "head", np_norm(w, "norm", x))
+    logits = model.predict(z[None], model.refresh(z_stale[None]))[0].detach().numpy()
+    assert logits.shape == (6, 11), "logits are over the V real tokens, never the mask"
+    error = np.abs(logits - truth).max()
+    assert error < 1e-3, f"Eq. 8, 10: x_theta(z_t, z_t') is off by {error:.2g}"
+
+
+@pytest.mark.parametrize("kind", [tadm.TADM, tadm.ADLM, tadm.MDLM])
+def test_who_sees_what(kind):
+    """TADM predicts from both canvases, ADLM from the anchor alone, MDLM from the current one."""
+    model = random_model(kind)
+    z, other = torch.full((1, 6), 11), torch.tensor([[1, 2, 3, 4, 5, 6]])
+    cache, cache2 = model.refresh(z), model.refresh(other)
+    reads_z = not torch.equal(model.predict(z, cache), model.predict(other, cache))
+    reads_cache = not torch.equal(model.predict(z, cache), model.predict(z, cache2))
+    expected = {tadm.TADM: (True, True), tadm.ADLM: (False, True), tadm.MDLM: (True, False)}
+    assert (reads_z, reads_cache) == expected[kind], "Eq. 5, 8, 10: (reads z, reads the cache)"
+
+
+def test_untrained_tadm_ignores_the_canvas_and_learns_to_read_it():
+    torch.manual_seed(0)
+    model = tadm.TADM(CONFIG)
+    z, other = torch.full((1, 6), 11), torch.tensor([[1, 2, 3, 4, 5, 6]])
+    cache = model.refresh(z)
+    assert torch.equal(model.predict(z, cache), model.predict(other, cache)), "Eq. 59 at the start"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    tadm.t_anelbo(model, other, torch.tensor([0.5]), torch.tensor([0.9]), generator=rng()).backward()
+    optimizer.step()
+    cache = model.refresh(z)
+    assert not torch.equal(model.predict(z, cache), model.predict(other, cache)), "fusion is stuck"
+
+
+@pytest.mark.parametrize("kind", [tadm.TADM, tadm.ADLM, tadm.MDLM])
+def test_head_on_chosen_positions_equals_the_plain_way(kind):
+    model, z = random_model(kind), torch.randint(0, 12, (3, 6), generator=rng())
+    where, cache = torch.rand(3, 6, generator=rng()) < 0.5, model.refresh(z)
+    got, plain = tadm.logits_at(model, z, cache, where), model.predict(z, cache)[where]
+    assert torch.allclose(got, plain, atol=1e-5), "logits_at must equal predict(z, cache)[where]"
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"n_heads": 3}, {"d_model": 0}, {"n_anchor": -1}, {"n_anchor": 0, "n_denoiser": 0}]
+)
+def test_impossible_sizes_are_refused(sizes):
+    with pytest.raises(ValueError, match="must"):
+        tadm.Config(**({"vocab_size": 5, "seq_len": 4, "d_model": 8, "n_heads": 2} | sizes))
+
+
+# --------------------------------------------------------------------------- forward process
+
+
+def test_corrupt_masks_a_share_t():
+    x, t = torch.zeros(4, 20_000, dtype=torch.long), torch.tensor([0.0, 0.3, 0.9, 1.0])
+    z = tadm.corrupt(x, t, 7, rng())
+    assert set(z.unique().tolist()) == {0, 7}, "Eq. 1: a token stays or becomes the mask"
+    for share, expected in zip((z == 7).float().mean(1), t.tolist()):
+        error = 5 * math.sqrt(expected * (1 - expected) / 20_000)
+        close(share, expected, error, "Eq. 1: masked share is 1 - alpha_t = t")
+
+
+def test_corrupt_further_keeps_alpha_ratio():
+    n = 40_000
+    z = torch.tensor([[0] * n, [0] * n])
+    z_stale = tadm.corrupt_further(z, torch.tensor([0.3, 0.0]), torch.tensor([0.5, 0.5]), 7, rng())
+    share = (z_stale == 7).float().mean(1)
+    close(share[0], 2 / 7, 0.012, "Eq. 15: t = 0.3, t' = 0.5 masks a visible token with 2/7")
+    close(share[1], 0.5, 0.013, "Eq. 15: t = 0 masks with t'")
+
+
+def test_stale_canvas_never_shows_what_the_canvas_hides():
+    g, x = rng(), torch.arange(50).repeat(200, 1)
+    t = torch.rand(200, generator=g)
+    z = tadm.corrupt(x, t, 50, g)
+    z_stale = tadm.corrupt_further(z, t, (t + 0.3).clamp(max=1), 50, g)
+    assert (z_stale[z == 50] == 50).all(), "Eq. 15 starts from z_t, not from x"
+    assert torch.equal(tadm.corrupt_further(z, t, t, 50, g), z), "age 0: z_t' is z_t"
+    assert (tadm.corrupt_further(z, t, torch.ones(200), 50, g) == 50).all(), "t' = 1 masks all"
+    one = torch.ones(200)
+    assert (tadm.corrupt_further(tadm.corrupt(x, one, 50, g), one, one, 50, g) == 50).all()
+    with pytest.raises(ValueError, match="t_stale"):
+        tadm.corrupt_further(z, one, 0.5 * one, 50, g)
+
+
+# ------------------------------------------------------------------------------------- times
+
+
+def test_times_are_antithetic_and_not_tied_to_rows():
+    draws = torch.stack([tadm.sample_times(8, [1], [128], rng(i))[0] for i in range(400)])
+    assert draws.min() > 0 and draws.max() <= 1, "C.2: t ~ U(eps, 1)"
+    strata = ((draws - 1e-3) / (1 - 1e-3) * 8).floor().clamp(0, 7).sort(dim=1).values
+    assert (strata == torch.arange(8.0)).all(), "C.2: antithetic, one t in each of B strata"
+    for row in range(8):
+        close(draws[:, row].mean(), 0.5, 0.08, f"row {row} must meet all t, not one stratum")
+
+
+def test_stale_times():
+    """Independent K, T per row, age uniform on 0..K-1, t' = min(1, t + k/T)."""
+    t, t_stale = tadm.sample_times(40_000, [1, 4], [10, 1000], rng())
+    inside = t < 0.69  # no clamping there: at most 3/10
+    shift = (t_stale - t)[inside]
+    expected = {0.0: 0.5 + 0.5 / 4} | {k / T: 1 / 16 for k in (1, 2, 3) for T in (10, 1000)}
+    for value, share in expected.items():
+        got = ((shift - value).abs() < 1e-5).float().mean()
+        close(got, share, 0.015, f"C.2: P(t' - t = {value}) with K in 1, 4 and T in 10, 1000")
+    assert t_stale.max() <= 1 and (t_stale[~inside] >= t[~inside]).all(), "C.2: t' = min(1, t + k/T)"
+
+
+# -------------------------------------------------------------------------------------- loss
+
+
+def test_loss_is_recomputed_from_the_canvases():
+    """The definition, in float64, on the canvases that the loss itself drew."""
+    g, V = rng(3), 5
+    x = torch.randint(0, V, (6, 9), generator=g)
+    t, t_stale = torch.linspace(0.1, 0.9, 6), torch.linspace(0.3, 1.0, 6)
+    table = torch.randn(V + 1, V, generator=g)  # logits depend on the cached token, so CE varies
+
+    class Model(Uniform):
+        def predict(self, z, cache):
+            super().predict(z, cache)
+            return table[cache]
+
+    model = Model(V)
+    loss = tadm.t_anelbo(model, x, t, t_stale, generator=g)
+    (z_t, z_stale), logp = model.predicted[0], table.double().log_softmax(-1)
+    assert torch.equal(model.refreshed[0], z_stale), "step 3: the anchor sees z_t', not z_t"
+    assert (z_stale[z_t == V] == V).all(), "Eq. 15: z_t' comes from z_t"
+    truth = sum(
+        -float(logp[z_stale[b, l], x[b, l]]) / float(t[b])
+        for b, l in (z_t == V).nonzero().tolist()
+    ) / x.numel()
+    close(loss, truth, 1e-4, "Theorem 5.1: sum over masked l of z_t of CE / t, divided by B * L")
+
+
+def test_loss_of_a_uniform_model_is_ln_v():
+    t = torch.full((4000,), 0.25)
+    loss = tadm.t_anelbo(Uniform(7), torch.zeros(4000, 20, dtype=torch.long), t, t, generator=rng())
+    close(loss, math.log(7), 0.05, "weight 1/t: E[masked share] / t = 1, so the loss is ln V")
+
+
+def test_loss_when_the_cross_entropy_depends_on_t():
+    """CE = 3t at every position: the bound is 1.5; a mean over masked tokens would read 2."""
+
+    class Level(Uniform):
+        def predict(self, z, cache):
+            p = (-3 * (z == self.mask_id).float().mean(1)).exp()[:, None, None]
+            return torch.cat([p, 1 - p], dim=2).log().expand(*z.shape, 2)
+
+    t, t_stale = tadm.sample_times(4000, [1], [100], rng())
+    x = torch.zeros(4000, 400, dtype=torch.long)
+    loss = tadm.t_anelbo(Level(2), x, t, t_stale, generator=rng())
+    close(loss, 1.5, 0.03, "Theorem 5.1: divide by all tokens, weight each row by its own 1/t")
+
+
+def test_loss_without_masks_and_with_nan():
+    model, x = random_model(), torch.zeros(2, 6, dtype=torch.long)
+    loss = tadm.t_anelbo(model, x, torch.zeros(2), torch.full((2,), 0.5), generator=rng())
+    loss.backward()
+    assert loss == 0, "nothing masked: the loss is 0"
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+    class Broken(Uniform):
+        def predict(self, z, cache):
+            return torch.where((z == self.mask_id)[..., None], 0.0, math.nan).expand(*z.shape, 3)
+
+    t = torch.full((2,), 0.5)
+    assert tadm.t_anelbo(Broken(3), x, t, t, generator=rng()).isfinite(), "NaN leaks: select masked"
+
+
+def test_gamma_term_counts_positions_masked_in_the_stale_canvas():
+    class Anchored(Uniform):
+        def anchor_logits(self, cache, where):
+            self.where = where
+            return torch.zeros(int(where.sum()), self.mask_id)
+
+    x, t, t_stale = torch.zeros(50, 8).long(), torch.full((50,), 0.2), torch.full((50,), 0.5)
+    model = Anchored(5)
+    plain, both = (tadm.t_anelbo(model, x, t, t_stale, g, rng(1)) for g in (0.0, 0.1))
+    z_stale = model.predicted[-1][1]
+    assert torch.equal(model.where, z_stale == 5), "gamma term: positions masked in z_t', not in z_t"
+    truth = 0.1 * math.log(5) * float((z_stale == 5).sum()) / 0.5 / x.numel()
+    close(both - plain, truth, 1e-4, "gamma term: weight gamma / t', divided by B * L")
+    with pytest.raises(ValueError, match="anchor"):
+        tadm.t_anelbo(tadm.MDLM(CONFIG), torch.zeros(1, 6).long(), t[:1], t[:1], gamma=1.0)
+
+
+@pytest.mark.parametrize("kind", [tadm.TADM, tadm.ADLM])
+def test_gamma_trains_the_anchor_head(kind):
+    model, t = random_model(kind), torch.full((2,), 0.5)
+    tadm.t_anelbo(model, torch.zeros(2, 6).long(), t, t, 1.0, rng()).backward()
+    grad = model.anchor_head.weight.grad
+    assert grad is not None and grad.abs().sum() > 0, "gamma > 0 must reach the anchor's head"
+
+
+# ------------------------------------------------------------------------------------- bound
+
+
+@pytest.mark.parametrize("data,V", [(TWINS, 2), (LANGUAGE, 3)])
+def test_continuous_bound_of_an_oracle_is_the_entropy(data, V):
+    x = torch.tensor(data).repeat(400, 1)
+    nats = tadm.bound(Posterior(data, V), x, None, generator=rng(), draws=4)
+    assert nats.shape == (len(x),), "one value per row"
+    truth = math.log(len(data)) / x.shape[1]
+    close(nats.mean(), truth, 0.01, "Theorem 5.1, T -> infinity: an exact oracle makes it tight")
+
+
+@pytest.mark.parametrize("steps,K", [(1, 1), (4, 1), (4, 3), (16, 4), (5, 8)])
+def test_t_step_bound_in_closed_form(steps, K):
+    """Twins 00, 11: a masked token costs ln 2 exactly if the other one is masked too.
+
+    Step i has two tokens, weight 1/i, P(masked) = i/T. A predictor that reads only the anchor finds
+    the other one masked with probability t'_i, age (T - i) mod K; one that reads z_t, with i/T.
+    """
+    x = torch.tensor(TWINS).repeat(3000, 1)
+    for stale in (False, True):
+        ages = [(steps - i) % K if stale else 0 for i in range(1, steps + 1)]
+        truth = sum(math.log(2) / steps * (i + k) / steps for i, k in enumerate(ages, 1))
+        nats = tadm.bound(Posterior(TWINS, 2, stale), x, steps, K, rng(), draws=8)
+        where = "t' = (i + (T - i) mod K) / T" if stale else "weight lambda_i = 1/i"
+        close(nats.mean(), truth, 0.012, f"T-step bound, T = {steps}, K = {K}: {where}")
+
+
+def test_bound_draws_anchor_and_canvas_on_one_trajectory():
+    model = Uniform(9)
+    tadm.bound(model, torch.arange(9).repeat(300, 1), 10, 4, rng())
+    for z_t, z_stale in model.predicted:
+        assert (z_stale[z_t == 9] == 9).all(), "Eq. 15: z_t' must hide all that z_t hides"
+
+
+def test_two_estimators_of_one_bound_agree():
+    model = random_model(config=tadm.Config(11, 6, 8, 2, 1, 1))
+    x = torch.randint(0, 11, (1, 6), generator=rng()).repeat(3000, 1)
+    fine, limit = tadm.bound(model, x, 2000, 1, rng()), tadm.bound(model, x, None, 1, rng())
+    error = 4 * float((fine.var() + limit.var()).sqrt()) / math.sqrt(3000)
+    close(fine.mean(), float(limit.mean()), error, "T = 2000 against T -> infinity")
+    t, t_stale = tadm.sample_times(3000, [1], [100], rng())
+    loss = torch.stack([tadm.t_anelbo(model, x, t, t_stale, generator=rng(i)) for i in range(8)])
+    close(loss.mean(), float(limit.mean()), 0.02 * float(limit.mean()), "loss against bound")
+
+
+# ------------------------------------------------------------------------------ reverse step
+
+
+@pytest.mark.parametrize("alpha_t,alpha_s,sigma", [(0.2, 0.5, 0), (0.4, 0.6, 0.3), (0.6, 0.7, 0.5)])
+def test_reverse_step_frequencies(alpha_t, alpha_s, sigma):
+    n = 60_000
+    z = torch.tensor([[3] * n, [0] * n])  # row 0 masked, row 1 visible
+    p = torch.tensor([0.5, 0.3, 0.2])
+    logits = p.log().expand(2, n, 3)
+    new = tadm.reverse_step(z, logits, alpha_t, alpha_s, sigma, 3, generator=rng())
+    reveal = (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t)
+    for token in range(3):
+        close((new[0] == token).float().mean(), reveal * float(p[token]), 0.01,
+              f"Eq. 17, masked token becomes {token}")
+    close((new[1] == 3).float().mean(), sigma, 0.01, "Eq. 17: a visible token is remasked")
+    assert set(new[1].tolist()) <= {0, 3}, "Eq. 17: a visible token stays or is masked"
+
+
+@pytest.mark.parametrize("kind", ["cap", "rescale", "loop"])
+def test_remasking_keeps_the_marginal(kind):
+    """A canvas with a share 1 - alpha_t of masks must come out with a share 1 - alpha_s."""
+    z = torch.zeros(1, 100_000, dtype=torch.long)
+    for t in (0.9, 0.5, 0.04):
+        alpha_t, alpha_s, sigma = tadm.remask_schedule(kind, t, t - 0.02, eta=0.1)
+        assert sigma > 0 or kind == "loop", "this schedule remasks at every step"
+        z_t = tadm.corrupt(z, torch.tensor([1 - alpha_t]), 2, rng())
+        z_s = tadm.reverse_step(z_t, torch.zeros(1, 100_000, 2), alpha_t, alpha_s, sigma, 2,
+                                generator=rng(1))
+        close((z_s == 2).float().mean(), 1 - alpha_s, 0.008, f"{kind}: masked share after a step")
+
+
+def test_sigma_beyond_its_maximum_is_cut():
+    z = torch.zeros(1, 50_000, dtype=torch.long)
+    new = tadm.reverse_step(z, None, 0.8, 0.9, 1.0, 2, generator=rng())
+    close((new == 2).float().mean(), 0.1 / 0.8, 0.01, "Eq. 17: sigma <= (1 - alpha_s) / alpha_t")
+    for bad in ((1.0, 1.0), (0.6, 0.5), (0.5, 1.5)):
+        with pytest.raises(ValueError, match="alpha"):
+            tadm.reverse_step(z, None, *bad, 0.0, 2)
+
+
+def test_reveals_are_not_distorted_by_a_large_vocabulary():
+    """V = 50257 at reveal probability 1/1024: a float32 Gumbel draw over V + 1 gets this wrong."""
+    z = torch.full((1, 20_000), 50_257)
+    counts = [
+        int((tadm.reverse_step(z, lambda where: torch.zeros(int(where.sum()), 50_257), 0.0, 1 / 1024,
+                               0.0, 50_257, generator=rng(i)) != 50_257).sum())
+        for i in range(20)
+    ]
+    close(np.mean(counts), 20_000 / 1024, 4.0, "Eq. 17: tokens revealed in one step")
+
+
+@pytest.mark.parametrize("remask", tadm.REMASK)
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 1000])
+def test_no_mask_is_left(remask, steps):
+    z, _ = tadm.sample(Uniform(5), 4, 9, steps, 2, remask=remask, generator=rng())
+    assert (z < 5).all(), "Eq. 17: alpha_0 = 1, the last step reveals everything"
+
+
+@pytest.mark.parametrize("kind", tadm.REMASK)
+def test_schedules_in_closed_form(kind):
+    """alpha rises from 0 to 1 without a gap, and sigma obeys the schedule's formula."""
+    steps, last = 40, 0.0
+    for i in range(steps, 0, -1):
+        t, s = i / steps, (i - 1) / steps
+        alpha_t, alpha_s, sigma = tadm.remask_schedule(kind, t, s, eta=0.06)
+        sigma_max = min(1, (1 - alpha_s) / max(alpha_t, 1e-9))
+        assert alpha_t == last and alpha_t <= alpha_s, "alpha at one step's end starts the next"
+        assert 0 <= sigma <= sigma_max + 1e-12, "0 <= sigma <= min(1, (1 - alpha_s) / alpha_t)"
+        last = alpha_s
+        if kind == "loop":  # up to 0.9 at t_on = 0.55, flat, from t_off = 0.05 up to 1
+            truth = np.interp(t, [0, 0.05, 0.55, 1], [1, 0.9, 0.9, 0])
+            close(alpha_t, truth, 1e-9, "loop: alpha_t")
+            assert sigma == (0.06 if 0.05 <= s and t <= 0.55 else 0), "loop: sigma = eta if flat"
+        else:
+            close(alpha_t, 1 - t, 1e-12, "alpha_t = 1 - t")
+            truth = {"none": 0, "cap": min(0.06, sigma_max), "rescale": 0.06 * sigma_max}
+            close(sigma, truth.get(kind, sigma_max), 1e-12, f"{kind}: sigma")
+    assert last == 1, "alpha_0 = 1"
+
+
+@pytest.mark.parametrize("bad", [{"t_on": 1.0}, {"t_off": 0.6}, {"alpha_on": 1.0}, {"eta": 0.5}])
+def test_loop_refuses_impossible_settings(bad):
+    with pytest.raises(ValueError, match="loop"):
+        tadm.remask_schedule("loop", 0.5, 0.4, **bad)
+
+
+def test_confidence_remasks_the_doubtful():
+    """conf: sigma_max times a softmax of minus the probability that each token had."""
+
+    class Halves(Uniform):  # sure (p = 1) left, a guess (p = 1/2) right; both reveal in step 1
+        def predict(self, z, cache):
+            logits = torch.zeros(*z.shape, 2)
+            logits[:, : z.shape[1] // 2, 1] = -1e9
+            return logits
+
+    seen = [torch.full((2000, 10), 2)]
+    tadm.sample(Halves(2), 2000, 10, 50, 1, remask="conf", generator=rng(),
+                callback=lambda step, z, refreshed: seen.append(z))
+    weight = np.exp(-np.where(np.arange(10) < 5, 1.0, 0.5))
+    expected, observed = np.zeros(2), np.zeros(2)
+    for j, (before, after) in enumerate(itertools.pairwise(seen)):
+        visible, gone = (before != 2).numpy(), ((before != 2) & (after == 2)).numpy()
+        share = visible * weight / np.maximum((visible * weight).sum(1, keepdims=True), 1e-9)
+        sigma_max = min(1, (1 - (j + 1) / 50) / max(j / 50, 1e-9))
+        expected += (sigma_max * share).reshape(2000, 2, 5).sum((0, 2))
+        observed += gone.reshape(2000, 2, 5).sum((0, 2))
+    for half, name in enumerate(("sure", "doubtful")):
+        close(observed[half] / expected[half], 1, 0.03, f"conf: {name} tokens remasked, against "
+              "sigma_max * softmax(-probability)")
+
+
+# ---------------------------------------------------------------------------- drawing tokens
+
+
+def test_nucleus_keeps_the_token_that_crosses_p():
+    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(20_000, 4)
+    for p, kept in ((0.0, [1]), (0.4, [1]), (0.6, [1, 3]), (0.81, [1, 3, 0]), (1.0, [1, 3, 0, 2])):
+        ids, prob = tadm.draw_tokens(logits, 1.0, p, rng())
+        assert sorted(ids.unique().tolist()) == sorted(kept), f"nucleus p = {p} keeps {kept}"
+        total = float(logits[0].exp()[kept].sum())
+        for i in kept:
+            truth = float(logits[0, i].exp()) / total
+            close((ids == i).float().mean(), truth, 0.015, f"nucleus p = {p}: renormalised")
+        assert torch.allclose(prob, logits.exp().gather(1, ids[:, None])[:, 0]), "confidence of ids"
+
+
+def test_temperature():
+    logits = torch.tensor([1.0, 2.0, 0.0]).expand(30_000, 3)
+    assert (tadm.draw_tokens(logits, 0, generator=rng())[0] == 1).all(), "temperature 0 is argmax"
+    ids, _ = tadm.draw_tokens(logits, 0.5, generator=rng())
+    truth = math.exp(4) / (math.exp(4) + math.exp(2) + 1)
+    close((ids == 1).float().mean(), truth, 0.01, "softmax(logits / temperature)")
+
+
+# ---------------------------------------------------------------------- sampler and cache
+
+
+def plain_sampler(model, B, L, steps, K, generator, remask="none"):
+    """Algorithm 1 word by word: everything computed at every step, nothing skipped or reused."""
+    z = torch.full((B, L), model.mask_id)
+    torch.rand(B, L, generator=generator)  # the order of steps = None, not needed here
+    for i in range(steps, 0, -1):
+        if (steps - i) % K == 0:
+            cache = model.refresh(z)
+        schedule = tadm.remask_schedule(remask, i / steps, (i - 1) / steps)
+        logits = model.predict(z, cache)
+        z = tadm.reverse_step(z, logits, *schedule, model.mask_id, generator=generator)
+    return z
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [tadm.TADM, tadm.ADLM, tadm.MDLM])
+@pytest.mark.parametrize("steps,K,remask", [(5, 1, "none"), (60, 1, "none"), (60, 7, "cap")])
+def test_sampler_equals_algorithm_1_bit_for_bit(kind, steps, K, remask):
+    """K = 1 is the uncached model; skipping what cannot have changed changes nothing."""
+    model = random_model(kind)
+    z, stats = tadm.sample(model, 3, 6, steps, K, remask=remask, generator=rng(5))
+    plain = plain_sampler(model, 3, 6, steps, K, rng(5), remask)
+    assert torch.equal(z, plain), f"Algorithm 1 with K = {K}, T = {steps}"
+    anchor, denoiser = model.depths
+    calls = stats["anchor_calls"] * anchor + stats["denoiser_calls"] * denoiser
+    assert stats["layer_calls"] == calls, "Eq. 11 on the calls really made"
+    assert stats["denoiser_calls"] <= min(steps, 18) or remask != "none", "nothing to predict"
+
+
+@pytest.mark.parametrize("steps,K", [(10, 4), (10, 1), (10, 20), (1, 3), (9, 3)])
+def test_refresh_schedule(steps, K):
+    """The anchor is computed at steps 0, K, 2K, ... on the canvas of that step."""
+    model, canvases = Uniform(4), [torch.full((200, 30), 4)]
+    _, stats = tadm.sample(model, 200, 30, steps, K, generator=rng(),
+                           callback=lambda step, z, refreshed: canvases.append(z))
+    due = list(range(0, steps, K))
+    assert stats["anchor_calls"] == len(model.refreshed) == len(due), "Algorithm 1: (T - i) mod K"
+    assert stats["denoiser_calls"] == len(model.predicted) == steps
+    for j, z in zip(due, model.refreshed):
+        assert torch.equal(z, canvases[j]), f"the anchor of step {j} reads that step's canvas"
+    for j, (z, cache) in enumerate(model.predicted):
+        assert torch.equal(z, canvases[j]) and torch.equal(cache, canvases[j // K * K])
+
+
+def test_no_state_survives_a_call():
+    model = random_model()
+    first, _ = tadm.sample(model, 2, 6, 12, 3, generator=rng(1))
+    tadm.sample(model, 2, 6, 12, 12, generator=rng(2))
+    again, _ = tadm.sample(model, 2, 6, 12, 3, generator=rng(1))
+    assert torch.equal(first, again), "the same seed gives the same tokens"
+
+
+def frequencies(z, language):
+    return [float((z == torch.tensor(row)).all(1).float().mean()) for row in language]
+
+
+def test_one_token_at_a_time_reproduces_the_data():
+    calls = []
+    z, stats = tadm.sample(Posterior(LANGUAGE, 3), 20_000, 4, None, generator=rng(),
+                           callback=lambda step, z, refreshed: calls.append((z == 3).sum(1)))
+    assert stats["steps"] == 4 and all((c == 3 - j).all() for j, c in enumerate(calls)), (
+        "steps = None: exactly one token per step"
+    )
+    for row, share in zip(LANGUAGE, frequencies(z, LANGUAGE)):
+        close(share, 1 / len(LANGUAGE), 0.012, f"an exact oracle writes {row} as often as the data")
+
+
+@pytest.mark.parametrize("steps,K", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 3)])
+def test_parallel_reveals_err_as_often_as_they_must(steps, K):
+    """Twins revealed under the same anchor step disagree half the time; P(same step) is known.
+
+    Both tokens pick a step uniformly. With a predictor that reads only the anchor, twins revealed
+    between two refreshes are independent.
+    """
+    groups = np.bincount([j // K for j in range(steps)]) / steps
+    z, _ = tadm.sample(Posterior(TWINS, 2, stale=True), 20_000, 2, steps, K, generator=rng())
+    wrong = (z[:, 0] != z[:, 1]).float().mean()
+    close(wrong, float((groups**2).sum()) / 2, 0.015, f"T = {steps}, K = {K}: share of unlike twins")
+
+
+def test_random_order_is_uniform():
+    first = []
+    tadm.sample(Uniform(2), 12_000, 6, None, generator=rng(),
+                callback=lambda step, z, refreshed: first.append((z != 2).float().mean(0)))
+    for share in first[0]:
+        close(share, 1 / 6, 0.015, "steps = None: the first token's place is uniform")
+
+
+@pytest.mark.parametrize("steps,remask", [(None, "none")] + [(50, kind) for kind in tadm.REMASK])
+def test_prompt_is_held_fixed(steps, remask):
+    prompt = torch.tensor([1, 5, 2, 5, 5, 3, 5, 5])
+    seen = []
+    z, stats = tadm.sample(Uniform(5), 50, 8, steps, 2, prompt=prompt, remask=remask,
+                           generator=rng(), callback=lambda step, z, refreshed: seen.append(z))
+    for canvas in seen:
+        assert (canvas[:, prompt != 5] == prompt[prompt != 5]).all(), f"{remask} remasks the prompt"
+    assert (z < 5).all() and len(z.unique(dim=0)) > 10
+    assert stats["steps"] == (steps or 5), "steps = None: one step per hidden token"
+
+
+def test_visible_tokens_are_carried_over():
+    seen = []
+    tadm.sample(random_model(), 20, 6, 10, 3, generator=rng(),
+                callback=lambda step, z, refreshed: seen.append(z))
+    for before, after in itertools.pairwise(seen):
+        assert (after[before != 11] == before[before != 11]).all(), "SUBS: carried over by z_t"
+
+
+@pytest.mark.parametrize("bad", [
+    {"batch_size": 0}, {"steps": 0}, {"refresh_every": 0}, {"temperature": -1}, {"top_p": 1.5},
+    {"remask": "never"}, {"steps": None, "remask": "cap"}, {"prompt": torch.zeros(3).long()},
+])
+def test_sample_refuses_bad_values(bad):
+    with pytest.raises(ValueError):
+        tadm.sample(Uniform(3), **({"batch_size": 1, "seq_len": 4, "steps": 2, "refresh_every": 1} | bad))
+
+
+@pytest.mark.parametrize("steps,K,truth", [(10, 4, 10 * 1 + 3 * 2), (8, 1, 24), (1, 9, 3)])
+def test_layer_calls(steps, K, truth):
+    assert tadm.layer_calls(CONFIG, steps, K) == truth, "Eq. 11: T L_D + ceil(T / K) L_A"

@@ -1,0 +1,567 @@
+"""Train a toy TADM, ADLM or MDLM on TinyStories, the built-in stories or a text file of your own.
+
+    python train_toy.py                     # TinyStories (one download of 22 MB), 2-core laptop CPU
+    python train_toy.py --data stories      # the built-in stories, no network, minutes
+    python train_toy.py --resume            # continue an interrupted run
+
+The method is in tadm.py; here are the data, the training loop, the checkpoint and the report.
+Left out: several GPUs, packing of stories, gradient accumulation, a learned tokenizer.
+"""
+
+import argparse
+import copy
+import dataclasses
+import functools
+import hashlib
+import http.client
+import itertools
+import math
+import os
+import pickle
+import random
+import re
+import signal
+import sys
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import tadm
+
+MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM}
+FORMAT = "tadm-toy checkpoint 1"
+END = "<|endoftext|>"  # one token: fills a canvas up, and separates the stories of a text file
+
+
+class UserError(Exception):
+    """Something the user can mend: shown as one line, exit code 2."""
+
+
+class DownloadError(UserError):
+    """No network, or not the expected file."""
+
+
+# ----------------------------------------------------------------- 1. the built-in stories
+# One template writes the stories and, compiled to a regular expression, recognises them. Child 1
+# loses thing 1, and so on. ABC and XYZ stand for the children in any order: who had what is told in
+# one order, who wore what in another. So "the child in {c1}" takes two look-ups: from the thing to
+# the child, from the child to the colour.
+
+TEMPLATE = (
+    "{opening} at the {place}, {nA} had a {tA}, {nB} had a {tB} and {nC} had a {tC}. {nX} wore "
+    "{cX}, {nY} wore {cY} and {nZ} wore {cZ}. The {t1} fell into the {spot}! The child in {c1} "
+    'cried. The child in {c2} got it out with the {t2}. "Thank you, {n2}," said {n1}. The child in '
+    "{c3} played with the {t3}. {end}"
+)
+WORDS = {
+    "opening": ["Once upon a time", "One fine summer day", "On a warm morning", "One day in spring"],
+    "place": ["park", "farm", "beach", "zoo", "lake", "forest"],
+    "n": ["Tom", "Mia", "Ben", "Lily", "Sam", "Anna"],
+    "t": ["ball", "kite", "boat", "book", "cup", "hat"],
+    "c": ["red", "blue", "green", "pink", "white", "brown"],
+    "spot": ["mud", "pond", "grass", "well"],
+    "end": ["They all went home.", "They sang a song.", "It was a happy day for all of them.",
+            "Then it began to rain."],
+}
+
+
+def templates():
+    """The 36 templates with letters replaced by children: {nA} becomes {n2} and so on."""
+    for order in itertools.product(itertools.permutations("123"), repeat=2):
+        child = dict(zip("ABCXYZ", order[0] + order[1]))
+        yield re.sub(r"([ntc])([A-Z])", lambda m, child=child: m[1] + child[m[2]], TEMPLATE)
+
+
+TEMPLATES = list(templates())
+
+
+def write_story(rng):
+    """One story, each with the same probability. rng: random.Random."""
+    slots = {}
+    for kind, words in WORDS.items():
+        if kind in "ntc":  # three different ones, for children 1, 2, 3
+            slots |= {f"{kind}{i}": word for i, word in enumerate(rng.sample(words, 3), 1)}
+        else:
+            slots[kind] = rng.choice(words)
+    return rng.choice(TEMPLATES).format(**slots)
+
+
+def story_entropy():
+    """Nats per story, exact: log of the number of stories, as no two choices give the same text."""
+    choices = [math.perm(len(w), 3) if kind in "ntc" else len(w) for kind, w in WORDS.items()]
+    return math.log(len(TEMPLATES) * math.prod(choices))
+
+
+@functools.cache
+def patterns():
+    """The templates as regular expressions: a slot is captured once, then referred back to."""
+
+    def pattern(template):
+        seen = []
+
+        def group(match):
+            slot = match[1]
+            if slot in seen:
+                return f"(?P={slot})"
+            others = [s for s in seen if s[:-1] == slot[:-1]]  # n1 and n2 are different children
+            seen.append(slot)
+            words = "|".join(map(re.escape, WORDS.get(slot) or WORDS[slot[:-1]]))
+            return "".join(rf"(?!(?P={s})\b)" for s in others) + f"(?P<{slot}>{words})"
+
+        return re.compile(re.sub(r"\\{(\w+)\\}", group, re.escape(template)))
+
+    return [pattern(template) for template in TEMPLATES]
+
+
+def is_story(text):
+    """Whether the templates can write this text."""
+    return any(pattern.fullmatch(text) for pattern in patterns())
+
+
+# --------------------------------------------------------------------------- 2. tokens
+
+PIECE = re.compile(r" ?\w+(?:['’]\w+)?| ?[^\w\s]+|\s")  # a word with the space before it
+
+
+class Tokenizer:
+    """Frequent words are one token, others are spelled; joining the tokens gives back the text."""
+
+    def __init__(self, vocab):
+        self.vocab, self.ids = vocab, {token: i for i, token in enumerate(vocab)}
+
+    @classmethod
+    def train(cls, stories, vocab_size, seq_len):
+        """The end token, every character, then the most frequent words. stories: list of str."""
+        words = Counter()
+        for story in stories:
+            words.update(m[0] for m in itertools.islice(PIECE.finditer(story), seq_len))
+        vocab = [END, *sorted(set().union(*words))]
+        if len(vocab) > vocab_size:
+            raise UserError(f"the text has {len(vocab) - 1} different characters: use "
+                            f"--vocab-size {2 * len(vocab)} or more")
+        longer = [word for word, _ in words.most_common() if len(word) > 1]
+        return cls(vocab + longer[: vocab_size - len(vocab)])
+
+    def encode(self, text, max_tokens=None):
+        """List of ids, at most max_tokens. Raises UserError for a character without a token."""
+        pieces = (m[0] for m in PIECE.finditer(text))
+        tokens = (t for p in pieces for t in ([p] if p in self.ids else p))
+        try:
+            return [self.ids[t] for t in itertools.islice(tokens, max_tokens)]
+        except KeyError as e:
+            raise UserError(f"the character {e.args[0]!r} does not occur in the training text, so "
+                            "the model has no token for it: leave it out") from None
+
+    def decode(self, ids):
+        """The text of a list of ids, up to the first end token."""
+        return "".join(self.vocab[i] for i in itertools.takewhile(lambda i: i != 0, ids))
+
+
+# ----------------------------------------------------------------------------- 3. data
+# A canvas holds one story from its beginning, cut at seq_len or filled up with the end token. Text
+# without story separators is cut into windows.
+
+TINYSTORIES = {
+    "url": "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/"
+    "TinyStoriesV2-GPT4-valid.txt",
+    "size": 22_502_601,
+    "sha256": "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d",
+}
+
+
+def download(url, size, sha256, folder, timeout=10):
+    """Fetch url into folder unless it is there already, checked either way. Raises UserError."""
+    path = folder / url.rpartition("/")[2]
+    part = path.with_suffix(".part")  # a broken download is thrown away; the next starts afresh
+    try:
+        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
+            return path
+        folder.mkdir(parents=True, exist_ok=True)
+        with (
+            urllib.request.urlopen(url, timeout=timeout) as answer,
+            open(part, "wb") as file,
+            tqdm(total=size, unit="B", unit_scale=True, desc="downloading TinyStories") as bar,
+        ):
+            while chunk := answer.read(1 << 16):
+                file.write(chunk)
+                bar.update(len(chunk))
+        if hashlib.sha256(part.read_bytes()).hexdigest() != sha256:
+            raise DownloadError(f"what came from {url} is not the expected file "
+                            f"({part.stat().st_size:,} bytes of {size:,}, or other contents)")
+        part.replace(path)
+        return path
+    except (OSError, http.client.HTTPException) as e:  # no network, time-out, 404, disk full
+        reason = getattr(e, "reason", e)
+        raise DownloadError(f"TinyStories could not be downloaded ({reason})") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_stories(path):
+    """The stories of a UTF-8 text file, or its whole text where there are no separators."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        text = "\0"
+    except OSError as e:
+        raise UserError(f"cannot read the data file {path}: {e.strerror}") from None
+    if "\0" in text:
+        raise UserError(f"the data file {path} is not UTF-8 text")
+    stories = [s.strip() for s in text.split(END)]
+    return list(dict.fromkeys(s for s in stories if s))  # no story twice, or in both splits
+
+
+def load_data(args):
+    """Returns (training canvases, validation canvases, Tokenizer). One story in 20 validates."""
+    if args.data == "stories":
+        rng = random.Random(0)
+        stories = [write_story(rng) for _ in tqdm(range(50_000), "writing stories", leave=False)]
+    elif args.data == "tinystories":
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tadm-toy"
+        stories = read_stories(download(**TINYSTORIES, folder=cache))[1:]  # begins mid-story
+    else:
+        stories = read_stories(args.data)
+    if args.data == "stories":
+        longest = max(len(PIECE.findall(story)) for story in stories)
+        args.seq_len = args.seq_len or longest
+        if args.seq_len < longest:
+            raise UserError(f"the built-in stories need --seq-len {longest} or more")
+    if len(stories) == 1:  # no separators
+        words = PIECE.findall(stories[0])
+        stories = ["".join(words[i : i + args.seq_len]) for i in range(0, len(words), args.seq_len)]
+    if len(stories) < 2:
+        raise UserError(f"the data file {args.data} is too short: it needs two stories, or more "
+                        f"than {args.seq_len} words")
+    train, val = [s for i, s in enumerate(stories) if i % 20], stories[::20]
+    counting = tqdm(train, "counting words", leave=False)
+    tokenizer = Tokenizer.train(counting, args.vocab_size, args.seq_len)
+    val = [s for s in val if tokenizer.ids.keys() >= set(s)]  # none with a character never seen
+    rows = [tokenizer.encode(s, args.seq_len) for s in tqdm(train + val, "encoding", leave=False)]
+    x = np.zeros((len(rows), args.seq_len), dtype=np.int64)  # 0 is the end token
+    for i, row in enumerate(rows):
+        x[i, : len(row)] = row
+    x = torch.from_numpy(x)
+    return x[: len(train)], x[len(train) :], tokenizer
+
+
+# ------------------------------------------------------------------------------ 4. options
+
+PRESETS = {  # for a 2-core CPU, and for one consumer GPU with 8 GB
+    "cpu": {"seq_len": 96, "d_model": 64, "n_heads": 4, "n_anchor": 6, "n_denoiser": 2,
+            "vocab_size": 4096, "batch_size": 32, "lr": 2e-3, "steps": 3000, "dtype": "float32"},
+    "gpu": {"seq_len": 256, "d_model": 384, "n_heads": 6, "n_anchor": 6, "n_denoiser": 2,
+            "vocab_size": 8192, "batch_size": 64, "lr": 1e-3, "steps": 20_000, "dtype": "bfloat16"},
+}
+STORIES = {"seq_len": None, "steps": 2400}  # the length is that of the longest story
+FREE_TO_CHANGE = {"resume", "steps", "out", "device", "compile"}  # when a run is resumed
+
+
+def number(kind, low, high=math.inf):
+    """An argparse type: a finite number of that kind in [low, high]."""
+
+    def convert(text):
+        value = kind(text)
+        if not low <= value <= high or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
+        return value
+
+    convert.__name__ = kind.__name__  # for argparse's own message
+    return convert
+
+
+def parse(argv):
+    """The options that were given, as a dict: settings() fills in the others."""
+    parser = argparse.ArgumentParser(
+        description="Train a toy time-anchored diffusion language model and report how it does.",
+        argument_default=argparse.SUPPRESS,
+        epilog="Sizes not given come from the preset, or from the checkpoint with --resume.",
+    )
+    parser.error = fail
+    add, count = parser.add_argument, number(int, 1)
+    add("--model", choices=MODELS, help="tadm (default), or its predecessors adlm and mdlm")
+    add("--data", help="tinystories (default, one download), stories (built in), or a text file")
+    add("--preset", choices=PRESETS, help="sizes for a 2-core cpu (default) or for an 8 GB gpu")
+    add("--steps", type=count, help="training steps")
+    add("--batch-size", type=count, help="canvases per step")
+    add("--lr", type=number(float, 1e-9), help="peak learning rate")
+    add("--gamma", type=number(float, 0), help="weight of the anchor's supervision (default 0)")
+    add("--seq-len", type=count, help="canvas length L, in tokens")
+    add("--vocab-size", type=count, help="at most this many tokens V")
+    add("--d-model", type=count, help="width d")
+    add("--n-heads", type=count, help="attention heads")
+    add("--n-anchor", type=number(int, 0), help="anchor layers, run once in K sampling steps")
+    add("--n-denoiser", type=number(int, 0), help="denoiser layers, run at every sampling step")
+    add("--seed", type=number(int, 0), help="default 0")
+    add("--device", help="auto (default: cuda, else mps, else cpu) or a name that torch knows")
+    add("--dtype", choices=("float32", "bfloat16"), help="of the matrix products")
+    add("--compile", action="store_true", help="torch.compile the layers: slow start, faster steps")
+    add("--out", help="folder for the checkpoint MODEL.pt (default out)")
+    add("--resume", action="store_true", help="go on with OUT/MODEL.pt where it stopped")
+    return vars(parser.parse_args(argv))
+
+
+def fail(message):
+    raise UserError(message)
+
+
+def settings(given):
+    """All options: the defaults, the preset, the checkpoint to resume, and those given last.
+
+    Returns (Namespace, checkpoint dict or None). Raises UserError if a resumed run would change.
+    """
+    args = {"model": "tadm", "data": "tinystories", "preset": "cpu", "gamma": 0.0, "seed": 0,
+            "device": "auto", "compile": False, "out": "out", "resume": False}
+    args |= PRESETS[given.get("preset", "cpu")] | given
+    if args["data"] == "stories":
+        args |= STORIES | given
+    if not args["resume"]:
+        return argparse.Namespace(**args), None
+    path = Path(args["out"]) / f"{args['model']}.pt"
+    checkpoint = load_checkpoint(path)
+    for name, value in given.items():
+        if name not in FREE_TO_CHANGE and value != checkpoint["args"][name]:
+            raise UserError(f"{path} was trained with --{name.replace('_', '-')} "
+                            f"{checkpoint['args'][name]}: leave that option out, or do not --resume")
+    kept = {name: v for name, v in checkpoint["args"].items() if name not in FREE_TO_CHANGE - {"steps"}}
+    return argparse.Namespace(**args | kept | given), checkpoint
+
+
+def pick_device(name):
+    """A torch.device that works here; "auto" prints what it chose and why. Raises UserError."""
+    if name == "auto":
+        cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+        name = "cuda" if cuda else "mps" if mps else "cpu"
+        why = {"cuda": "a CUDA GPU was found", "mps": "an Apple GPU was found"}
+        print(f"device: {name} ({why.get(name, 'no GPU was found')})")
+    try:
+        torch.zeros(1, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as e:
+        reason = str(e).splitlines()[0]
+        raise UserError(f"--device {name} cannot be used here ({reason}): try --device cpu") from None
+
+
+# ---------------------------------------------------------------------------- 5. checkpoints
+
+
+def write_checkpoint(path, checkpoint):
+    """Write under another name and rename, so that the last good file is never lost."""
+    part = path.with_suffix(".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(checkpoint, part)
+        part.replace(path)
+    except (OSError, RuntimeError) as e:
+        raise UserError(f"cannot write {path} ({e}): choose another folder with --out") from None
+
+
+def load_checkpoint(path):
+    """The dict that train() wrote: plain types and tensors. Raises UserError."""
+    if not Path(path).is_file():
+        raise UserError(f"there is no checkpoint {path}: train one with python train_toy.py")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["format"] == FORMAT:
+            return checkpoint
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError,
+            pickle.UnpicklingError):  # what torch raises for a file that is not its own
+        pass
+    raise UserError(f"{path} is not a checkpoint of this project (or of another version of it)")
+
+
+def build(checkpoint, device):
+    """The trained model (the EMA weights) and its tokenizer."""
+    model = MODELS[checkpoint["model"]](tadm.Config(**checkpoint["config"])).to(device)
+    model.load_state_dict(checkpoint["ema"])
+    return model.eval(), Tokenizer(checkpoint["vocab"])
+
+
+# ------------------------------------------------------------------------------- 6. training
+
+
+def train(args, checkpoint, x_train, x_val, tokenizer):
+    """Train and write checkpoints. Returns the EMA model, or None if Ctrl-C ended the run.
+
+    The randomness of step n is a function of (seed, n) alone: a resumed run sees the same noise,
+    and an evaluation in between cannot disturb it.
+    """
+    path, device = Path(args.out) / f"{args.model}.pt", x_train.device
+    torch.manual_seed(args.seed)
+    try:
+        config = tadm.Config(len(tokenizer.vocab), args.seq_len, args.d_model, args.n_heads,
+                             args.n_anchor, args.n_denoiser)
+    except ValueError as e:
+        raise UserError(f"these sizes do not fit: {e}") from None
+    model = MODELS[args.model](config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    start = 0
+    if checkpoint:
+        if checkpoint["vocab"] != tokenizer.vocab:
+            raise UserError(f"the data {args.data} is not what {path} was trained on")
+        model.load_state_dict(checkpoint["model_weights"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        start = checkpoint["step"]
+    ema = copy.deepcopy(model).eval()
+    if checkpoint:
+        ema.load_state_dict(checkpoint["ema"])
+    for block in model.modules() if args.compile else ():
+        if isinstance(block, tadm.Block):
+            block.compile()
+    n_weights = sum(p.numel() for p in model.parameters())
+    print(f"{args.model}: {n_weights:,} weights, V = {config.vocab_size}, L = {config.seq_len}; "
+          f"{len(x_train):,} canvases to train on, {len(x_val):,} to validate")
+
+    # Staleness as in the paper, C.2: K in {1, 2, 4, 8}, T from L/8 to 4L. ADLM: fresh anchors only.
+    refresh_choices = [1, 2, 4, 8] if args.model == "tadm" else [1]
+    steps_choices = [max(1, args.seq_len * 2**i // 8) for i in range(6)]
+    every = max(1, args.steps // 10)  # evaluation and checkpoint
+    saved, smooth, begin, stop = None, None, time.time(), []
+    old_handler = signal.signal(signal.SIGINT, lambda *_: stop.append(True))
+    try:
+        bar = tqdm(range(start, args.steps), initial=start, total=args.steps, mininterval=0.5)
+        for step in bar:
+            g = step_generator(args.seed, step, device)
+            rows = torch.randint(len(x_train), (args.batch_size,), generator=g, device=device)
+            t, t_stale = tadm.sample_times(len(rows), refresh_choices, steps_choices, g, device)
+            with autocast(args, device):
+                loss = tadm.t_anelbo(model, x_train[rows], t, t_stale, args.gamma, g)
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if not (loss.isfinite() and norm.isfinite()):
+                last = f"the last good checkpoint is {path} (step {saved})" if saved else "no checkpoint"
+                raise UserError(f"the loss is no longer finite at step {step + 1} ({last}): "
+                                "try a smaller --lr")
+            warmup = min(1.0, (step + 1) / min(100, args.steps))
+            optimizer.param_groups[0]["lr"] = args.lr * warmup * (1 - step / args.steps)
+            optimizer.step()
+            decay = min(0.99, (step + 1) / (step + 10))  # a young average forgets faster
+            with torch.no_grad():
+                torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - decay)
+            smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
+            speed = (step + 1 - start) * args.batch_size * args.seq_len / (time.time() - begin)
+            bar.set_postfix_str(f"loss {smooth:.3f} nats/token, {speed:,.0f} tokens/s", refresh=False)
+            if stop or (step + 1) % every == 0 or step + 1 == args.steps:
+                write_checkpoint(path, {
+                    "format": FORMAT, "model": args.model, "config": dataclasses.asdict(config),
+                    "vocab": tokenizer.vocab, "args": vars(args), "step": step + 1,
+                    "weights": model.state_dict(), "ema": ema.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                })
+                saved = step + 1
+            if stop:
+                bar.close()
+                print(f"stopped at step {saved}, all saved in {path}; "
+                      "to go on, add --resume to the same command")
+                return None
+            if (step + 1) % every == 0:
+                with autocast(args, device):
+                    nats = tadm.bound(ema, x_val[:128], None, draws=4).mean()
+                    z, _ = tadm.sample(ema, 1, args.seq_len, args.seq_len, 4)
+                text = tokenizer.decode(z[0].tolist())[:100].replace("\n", " ")
+                tqdm.write(f"step {step + 1}: bound {nats:.3f} nats/token; sample: {text}")
+    finally:
+        signal.signal(signal.SIGINT, old_handler)
+    return ema
+
+
+def step_generator(seed, step, device):
+    return torch.Generator(device).manual_seed((seed * 1_000_003 + step) % 2**63)
+
+
+def autocast(args, device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+# --------------------------------------------------------------------------------- 7. report
+
+
+def valid_share(z, tokenizer):
+    """Share of the canvases z (N, L) that hold one valid built-in story and nothing after it."""
+    rows = z.tolist()
+    texts = [tokenizer.decode(row) for row in rows]
+    clean = [not any(itertools.dropwhile(lambda i: i != 0, row)) for row in rows]
+    return sum(is_story(text) and ok for text, ok in zip(texts, clean)) / len(rows)
+
+
+def report(model, x_val, tokenizer, args):
+    """Print the closing table, three samples and the command to try next."""
+    L, n = args.seq_len, 64
+    T, x, device = 2 * L, x_val[:512], x_val.device
+    single = max(1, args.n_anchor) * T  # layer calls of a single-stage model of the anchor's depth
+    nats = tadm.bound(model, x, None, generator=step_generator(0, 0, device)).mean()
+    print(f"\nbound on {len(x)} validation canvases, T -> infinity, fresh anchors: "
+          f"{nats:.4f} nats/token")
+    if args.data == "stories":
+        print(f"true entropy of the stories:                                  "
+              f"{story_entropy() / L:.4f} nats/token")
+    print(f"\nT = {T} reverse steps, anchor refreshed every K; {n} canvases sampled together\n"
+          "  K   bound nats/token   layer calls   tokens/s   speed-up"
+          + "   valid stories" * (args.data == "stories"))
+    first = None
+    for K in (1,) if args.model == "mdlm" else (1, 2, 4, 8):
+        nats = tadm.bound(model, x, T, K, step_generator(0, 0, device), draws=8).mean()
+        begin = time.time()
+        z, stats = tadm.sample(model, n, L, T, K, generator=step_generator(args.seed, K, device))
+        speed = z.numel() / (time.time() - begin)
+        first = first or speed
+        row = f"{K:>3} {nats:>18.4f} {stats['layer_calls'] / single:>12.2f}x {speed:>10,.0f}"
+        row += f" {speed / first:>9.2f}x"
+        if args.data == "stories":
+            row += f" {valid_share(z, tokenizer):>15.0%}"
+        print(row, flush=True)
+    print(f"layer calls: per step, relative to a single-stage model of {args.n_anchor} layers\n")
+    for row in z[:3].tolist():
+        print(f"sample (K = {K}): {tokenizer.decode(row)}\n")
+    path = Path(args.out) / f"{args.model}.pt"
+    print(f"now try: python sample.py {path} --watch")
+
+
+# ----------------------------------------------------------------------------------- main
+
+
+def run(argv):
+    args, checkpoint = settings(parse(argv))
+    device = pick_device(args.device)
+    try:
+        x_train, x_val, tokenizer = load_data(args)
+    except DownloadError as e:
+        if checkpoint:
+            raise
+        print(f"{e}: training on the built-in stories instead", file=sys.stderr)
+        vars(args).update(STORIES | {"data": "stories"})
+        x_train, x_val, tokenizer = load_data(args)
+    x_train, x_val = x_train.to(device), x_val.to(device)
+    model = train(args, checkpoint, x_train, x_val, tokenizer)
+    if model is None:
+        return 130
+    with autocast(args, device):
+        report(model, x_val, tokenizer, args)
+    return 0
+
+
+def shielded(run, program, argv=None):
+    """Call run(argv) and return the exit code: 2 after a UserError, 130 after Ctrl-C."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # consoles that cannot print a character
+    try:
+        return run(argv)
+    except UserError as e:
+        print(f"{program}: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{program}: stopped", file=sys.stderr)
+        return 130
+
+
+def main(argv=None):
+    return shielded(run, "train_toy.py", argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
