@@ -111,6 +111,7 @@ def run(argv):
         print(f"[{i}] {tokenizer.decode(row)}\n")
     print(f"{stats['steps']} steps, {stats['anchor_calls']} anchor calls, "
           f"{stats['denoiser_calls']} denoiser calls, {z.numel() / seconds:,.0f} tokens/s")
+    return 0
 
 
 def main(argv=None):

@@ -48,7 +48,7 @@ class Config:
     vocab_size: int  # V real tokens; the mask token is one more, mask_id = V
     seq_len: int  # L, the longest canvas
     d_model: int = 64  # d
-    n_heads: int = 4
+    n_heads: int = 2
     n_anchor: int = 6  # layers of A
     n_denoiser: int = 2  # layers of D; MDLM has n_anchor + n_denoiser layers in one stack
 
@@ -70,6 +70,7 @@ class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         d, self.n_heads = config.d_model, config.n_heads
+        self.scale = (config.n_anchor + config.n_denoiser) ** -0.5  # deep stacks learn faster
         self.norm_attn = nn.LayerNorm(d)
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.norm_q = nn.LayerNorm(d // config.n_heads, bias=False)
@@ -94,8 +95,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, L, d/heads)
         q, k = self.rotate(self.norm_q(q)), self.rotate(self.norm_k(k))
         y = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.out(y.transpose(1, 2).reshape(B, L, d))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+        x = x + self.scale * self.out(y.transpose(1, 2).reshape(B, L, d))
+        return x + self.scale * self.down(F.gelu(self.up(self.norm_mlp(x))))
 
 
 class GatedFusion(nn.Module):
@@ -132,10 +133,10 @@ class DiffusionLM(nn.Module):
         super().__init__()
         self.config, self.mask_id = config, config.vocab_size
         self.token = nn.Embedding(config.vocab_size + 1, config.d_model)
-        self.position = nn.Parameter(0.02 * torch.randn(config.seq_len, config.d_model))
+        self.position = nn.Parameter(0.3 * torch.randn(config.seq_len, config.d_model))
         self.norm = nn.LayerNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size)
-        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.token.weight, std=0.3)
 
     def stack(self, n_layers):
         return nn.Sequential(*[Block(self.config) for _ in range(n_layers)])

@@ -117,7 +117,7 @@ def np_fusion(w, c, h, at=""):
     return np_norm(w, f"{at}norm_out", h + g * delta)
 
 
-def np_block(w, at, x, n_heads):
+def np_block(w, at, x, n_heads, scale):
     L, d = x.shape
     half = d // n_heads // 2
     angle = np.arange(L)[:, None] * 10000.0 ** (-np.arange(half) / half)
@@ -132,8 +132,9 @@ def np_block(w, at, x, n_heads):
     q, k = rotate(np_norm(w, f"{at}norm_q", q)), rotate(np_norm(w, f"{at}norm_k", k))
     a = np.exp(q @ k.transpose(0, 2, 1) / math.sqrt(2 * half))
     y = (a / a.sum(-1, keepdims=True)) @ v
-    x = x + np_linear(w, f"{at}out", y.transpose(1, 0, 2).reshape(L, d))
-    return x + np_linear(w, f"{at}down", np_gelu(np_linear(w, f"{at}up", np_norm(w, f"{at}norm_mlp", x))))
+    x = x + scale * np_linear(w, f"{at}out", y.transpose(1, 0, 2).reshape(L, d))
+    y = np_gelu(np_linear(w, f"{at}up", np_norm(w, f"{at}norm_mlp", x)))
+    return x + scale * np_linear(w, f"{at}down", y)
 
 
 # --------------------------------------------------------------------------- fusion, models
@@ -171,8 +172,8 @@ def test_forward_pass_against_numpy():
 
     h = embed(z_stale)
     for i in range(2):
-        h = np_block(w, f"anchor.{i}.", h, 2)
-    x = np_block(w, "denoiser.0.", np_fusion(w, embed(z), h, "fusion."), 2)
+        h = np_block(w, f"anchor.{i}.", h, 2, 3**-0.5)
+    x = np_block(w, "denoiser.0.", np_fusion(w, embed(z), h, "fusion."), 2, 3**-0.5)
     truth = np_linear(w, "head", np_norm(w, "norm", x))
     logits = model.predict(z[None], model.refresh(z_stale[None]))[0].detach().numpy()
     assert logits.shape == (6, 11), "logits are over the V real tokens, never the mask"
@@ -669,3 +670,352 @@ def test_sample_refuses_bad_values(bad):
 @pytest.mark.parametrize("steps,K,truth", [(10, 4, 10 * 1 + 3 * 2), (8, 1, 24), (1, 9, 3)])
 def test_layer_calls(steps, K, truth):
     assert tadm.layer_calls(CONFIG, steps, K) == truth, "Eq. 11: T L_D + ceil(T / K) L_A"
+
+
+# --------------------------------------------------------------------- the built-in stories
+
+
+def test_grammar_recognises_what_it_writes_and_nothing_else():
+    g = random.Random(1)
+    stories = [train_toy.write_story(g) for _ in range(300)]
+    assert len(set(stories)) == 300
+    for story in stories:
+        assert train_toy.is_story(story), story
+    for story in stories[:40]:  # any one word replaced by another, or dropped, breaks it
+        words = story.split(" ")
+        for i, word in enumerate(words):
+            other = " ".join([*words[:i], *words[i + 1 :]])
+            assert not train_toy.is_story(other), f"without {word!r}: {other}"
+    broken = stories[0].replace("Tom", "Zed").replace("Mia", "Zed").replace("Ben", "Zed")
+    assert not train_toy.is_story(broken), "a name outside the list, or one name for two children"
+
+
+def test_a_story_with_a_wrong_fact_is_not_valid():
+    """Each fact that recurs must agree: replace one mention by another word of its kind."""
+    g, checked = random.Random(2), 0
+    for story in (train_toy.write_story(g) for _ in range(30)):
+        for kind in ("place", "n", "t", "c"):
+            words = train_toy.WORDS[kind]
+            for m in re.finditer(rf"\b({'|'.join(words)})\b", story):
+                for new in words:
+                    wrong = story[: m.start()] + new + story[m.end() :]
+                    if new != m[0]:
+                        checked += 1
+                        assert not train_toy.is_story(wrong), f"{m[0]} -> {new} in: {wrong}"
+    assert checked > 3000
+
+
+def test_entropy_is_the_log_of_the_number_of_stories(monkeypatch):
+    """Enumerated on a cut-down word list: as many different texts as exp(entropy) says."""
+    small = {k: w[: 4 if k == "n" else 3 if k in "tc" else 2] for k, w in train_toy.WORDS.items()}
+    monkeypatch.setattr(train_toy, "WORDS", small)
+    texts = set()
+    slots = [itertools.permutations(w, 3) if k in "ntc" else w for k, w in small.items()]
+    for template, *chosen in itertools.product(train_toy.TEMPLATES[::7], *slots):
+        named = {}
+        for kind, value in zip(small, chosen):
+            named |= {kind: value} if kind not in "ntc" else {
+                f"{kind}{i}": w for i, w in enumerate(value, 1)}
+        texts.add(template.format(**named))
+    share = len(train_toy.TEMPLATES[::7]) / len(train_toy.TEMPLATES)
+    close(train_toy.story_entropy(), math.log(len(texts) / share), 1e-9, "entropy in nats per story")
+
+
+def test_stories_are_many_and_uniform():
+    assert math.exp(train_toy.story_entropy()) > 5e6, "millions of different stories"
+    g = random.Random(0)
+    firsts = [train_toy.write_story(g) for _ in range(6000)]
+    for name in train_toy.WORDS["n"]:
+        share = np.mean([re.search(r" (\w+) had a", story)[1] == name for story in firsts])
+        close(share, 1 / len(train_toy.WORDS["n"]), 0.03, f"{name} is named first")
+
+
+# ---------------------------------------------------------------------------- text and data
+
+TALES = """Once upon a time, there was a girl named Lily. She didn't like her coat; it's "too big!"
+<|endoftext|>
+“Well,” said Tom’s dog — woof!  The café cost 25 cents…
+
+They went home, and  slept.
+<|endoftext|>
+"""
+
+
+def write_tales(folder, n=60, separator="\n<|endoftext|>\n"):
+    """A text file of n different short stories. Returns its path."""
+    g, path = random.Random(7), folder / "tales.txt"
+    nouns = ["cat", "dog", "bird", "fish", "frog", "cow", "duck", "hen"]
+    tales = [f'The {g.choice(nouns)} saw {i} {g.choice(nouns)}s and said, "Hello!"' for i in range(n)]
+    path.write_text(separator.join(tales), encoding="utf-8")
+    return path
+
+
+def options(**given):
+    return train_toy.settings(given)[0]
+
+
+@pytest.mark.parametrize("vocab_size", [60, 500])
+def test_tokenizer_gives_back_the_text(vocab_size):
+    tokenizer = train_toy.Tokenizer.train(TALES.split(train_toy.END), vocab_size, 1000)
+    for tale in TALES.split(train_toy.END):
+        ids = tokenizer.encode(tale)
+        assert tokenizer.decode(ids) == tale, "joining the tokens must give back the text"
+        assert 0 not in ids and max(ids) < len(tokenizer.vocab) <= vocab_size
+    assert len(set(tokenizer.vocab)) == len(tokenizer.vocab), "a token must have one id"
+    assert tokenizer.decode([*tokenizer.encode("the coat"), 0, 5, 0]) == "the coat", "end token"
+    with pytest.raises(train_toy.UserError, match="'%'"):
+        tokenizer.encode("5%")
+
+
+def test_frequent_words_are_one_token():
+    tokenizer = train_toy.Tokenizer.train(["a cat and a cat", "the cat xyz"], 20, 100)
+    assert tokenizer.encode(" cat") == [tokenizer.ids[" cat"]], "a word brings its own space"
+    small = train_toy.Tokenizer.train(["aa bb aa cc aa"], 6, 100)
+    assert small.vocab == [train_toy.END, " ", "a", "b", "c", " aa"], "end, characters, then words"
+
+
+def test_data_is_split_by_story_and_cut_from_the_beginning(tmp_path):
+    path = write_tales(tmp_path, 60)
+    train, val, tokenizer = train_toy.load_data(options(data=str(path), seq_len=8))
+    assert train.shape == (57, 8) and val.shape == (3, 8), "one story in 20 validates"
+    tales = path.read_text(encoding="utf-8").split("\n<|endoftext|>\n")
+    for row, tale in zip([*val, *train], [*tales[::20], *(t for i, t in enumerate(tales) if i % 20)]):
+        assert tale.startswith(tokenizer.decode(row.tolist())), "a canvas begins where a story does"
+    long, _, tokenizer = train_toy.load_data(options(data=str(path), seq_len=90))
+    assert tokenizer.decode(long[0].tolist()) == tales[1] and long[0, -1] == 0, "filled up with end"
+
+
+def test_no_story_is_in_both_splits(tmp_path):
+    path = tmp_path / "twice.txt"
+    path.write_text(train_toy.END.join(f"tale {i % 30}" for i in range(90)), encoding="utf-8")
+    train, val, _ = train_toy.load_data(options(data=str(path), seq_len=8))
+    rows = [tuple(row) for row in torch.cat([train, val]).tolist()]
+    assert len(rows) == len(set(rows)) == 30
+
+
+def test_text_without_separators_is_cut_into_windows(tmp_path):
+    path, lines = tmp_path / "plain.txt", [f"w{i % 50}" for i in range(200)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    train, val, tokenizer = train_toy.load_data(options(data=str(path), seq_len=8))
+    assert len(train) + len(val) == 50, "400 tokens (one less) give 50 windows of 8"
+    text = "".join(tokenizer.decode(row.tolist()) for row in torch.cat([val, train]))
+    assert text.split("\n") == lines, "every token is reached once, the last one too"
+
+
+@pytest.fixture
+def server():
+    """A web server on this machine: /good, /wrong, /cut, /slow, anything else 404."""
+    body = b"once upon a time " * 5000
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path not in ("/good", "/wrong", "/cut", "/slow"):
+                return self.send_error(404)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[:1000] if self.path == "/cut" else body.upper()
+                             if self.path == "/wrong" else body[:40_000])
+            if self.path == "/slow":
+                time.sleep(1.5)
+            if self.path == "/good":
+                self.wfile.write(body[40_000:])
+
+        def log_message(self, *_):
+            pass
+
+    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{httpd.server_port}", body
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def test_download(server, tmp_path):
+    url, body = server
+    fetch = functools.partial(train_toy.download, size=len(body), folder=tmp_path / "cache",
+                              sha256=hashlib.sha256(body).hexdigest(), timeout=0.5)
+    for path in ("wrong", "cut", "slow", "missing"):
+        with pytest.raises(train_toy.DownloadError):
+            fetch(f"{url}/{path}")
+        assert not list((tmp_path / "cache").iterdir()), "nothing half-done may stay behind"
+    with pytest.raises(train_toy.DownloadError, match="could not be downloaded"):
+        fetch("http://127.0.0.1:9/good")  # nobody listens
+    path = fetch(f"{url}/good")
+    assert path.read_bytes() == body
+    assert fetch("http://127.0.0.1:9/good") == path, "downloaded once, no network afterwards"
+    path.write_bytes(b"damaged")
+    assert fetch(f"{url}/good").read_bytes() == body, "a damaged copy is fetched again"
+
+
+# ---------------------------------------------------------------------------------- scripts
+
+TINY = ["--steps", "6", "--d-model", "16", "--n-heads", "2", "--n-anchor", "1", "--n-denoiser", "1",
+        "--batch-size", "4", "--seq-len", "12", "--device", "cpu"]
+
+
+@pytest.fixture
+def tales(tmp_path):
+    return ["--data", str(write_tales(tmp_path)), "--out", str(tmp_path / "out"), *TINY]
+
+
+def test_training_and_sampling_run_from_end_to_end(tales, tmp_path, capsys):
+    assert train_toy.main(tales) == 0
+    printed = capsys.readouterr().out
+    table = re.findall(r"^ *([1248]) +([\d.]+) +([\d.]+)x +([\d,]+) +([\d.]+)x$", printed, re.MULTILINE)
+    assert [int(row[0]) for row in table] == [1, 2, 4, 8], "the closing table: K = 1, 2, 4, 8"
+    for K, nats, calls, _, _ in table:
+        assert abs(float(calls) - (1 + 1 / int(K))) < 0.15, "layer calls per step, Eq. 11"
+        assert 1 < float(nats) < 5
+    assert printed.count("sample (K = 8)") == 3 and "python sample.py" in printed
+    checkpoint = str(tmp_path / "out" / "tadm.pt")
+    assert sample_script.main([checkpoint, "--num", "2", "--steps", "5", "--refresh-every", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^5 steps, 3 anchor calls, \d denoiser calls, [\d,]+ tokens/s$", printed, re.MULTILINE)
+    sample_script.main([checkpoint, "--num", "1", "--prompt", "The cat ___ 3 [MASK] and said", "--watch"])
+    printed = capsys.readouterr().out
+    assert re.search(r"^\[1\] The cat.* 3.* and said", printed, re.MULTILINE), "the prompt is held fixed"
+    assert "anchor age   0" in printed and "\x1b" not in printed, "plain text without a terminal"
+
+
+def test_stories_are_trained_with_validity_and_entropy(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_toy, "N_STORIES", 200)
+    tiny = [a if a != "12" else "100" for a in TINY]
+    assert train_toy.main(["--data", "stories", "--out", str(tmp_path), "--model", "mdlm", *tiny]) == 0
+    printed = capsys.readouterr().out
+    entropy = train_toy.story_entropy() / 100
+    assert f"{entropy:.4f} nats/token" in printed and "valid stories" in printed
+
+
+@pytest.mark.parametrize("model", ["tadm", "adlm"])
+def test_resume_equals_an_uninterrupted_run(tales, tmp_path, monkeypatch, capsys, model):
+    """Ctrl-C after 3 of 6 steps, then --resume: the very same weights and averages."""
+    tales += ["--model", model, "--gamma", "0.1", "--dtype", "bfloat16"]
+    assert train_toy.main(tales) == 0
+    whole = train_toy.load_checkpoint(tmp_path / "out" / f"{model}.pt")
+    loss, calls = tadm.t_anelbo, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return loss(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tadm, "t_anelbo", interrupted)
+        assert train_toy.main([*tales, "--out", str(tmp_path / "two")]) == 130, "Ctrl-C"
+    assert "stopped at step 3" in capsys.readouterr().out
+    assert train_toy.main([*tales, "--out", str(tmp_path / "two"), "--resume"]) == 0
+    parts = train_toy.load_checkpoint(tmp_path / "two" / f"{model}.pt")
+    assert parts["step"] == whole["step"] == 6
+    for kind in ("weights", "ema"):
+        for name, value in whole[kind].items():
+            assert torch.equal(value, parts[kind][name]), f"{kind} {name} differs after --resume"
+
+
+def test_average_and_evaluation(tales, tmp_path):
+    """The EMA is an average of the weights, is what gets sampled, and is not the last weights."""
+    train_toy.main(tales)
+    checkpoint = train_toy.load_checkpoint(tmp_path / "out" / "tadm.pt")
+    model, _ = train_toy.build(checkpoint, "cpu")
+    name = "denoiser.0.up.weight"
+    assert torch.equal(model.state_dict()[name], checkpoint["ema"][name]), "sample from the EMA"
+    assert not torch.equal(checkpoint["ema"][name], checkpoint["weights"][name])
+
+
+def test_training_learns(tmp_path):
+    """Sixty steps on three short tales: the bound falls far below ln V, the model writes them."""
+    path = tmp_path / "three.txt"
+    path.write_text(train_toy.END.join(f"{a} {b}" * 3 for a in "xyz" for b in "uvw"), encoding="utf-8")
+    argv = ["--data", str(path), "--out", str(tmp_path), *TINY, "--steps", "60", "--lr", "0.01"]
+    assert train_toy.main(argv) == 0
+    checkpoint = train_toy.load_checkpoint(tmp_path / "tadm.pt")
+    model, tokenizer = train_toy.build(checkpoint, "cpu")
+    x = train_toy.load_data(options(data=str(path), seq_len=12))[0]
+    nats = tadm.bound(model, x, None, generator=rng(), draws=16).mean()
+    assert nats < 0.6 * math.log(len(tokenizer.vocab)), f"nothing learnt: {nats:.2f} nats/token"
+
+
+def test_loss_that_is_not_finite_stops_the_run(tales, capsys, monkeypatch, tmp_path):
+    loss, calls = tadm.t_anelbo, []
+
+    def explode(*args):
+        calls.append(1)
+        return loss(*args) * (math.nan if len(calls) == 4 else 1)
+
+    monkeypatch.setattr(tadm, "t_anelbo", explode)
+    assert train_toy.main(tales) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "step 4" in error and "tadm.pt (step 3)" in error
+    assert train_toy.load_checkpoint(tmp_path / "out" / "tadm.pt")["step"] == 3
+
+
+def test_offline_falls_back_to_the_built_in_stories(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(train_toy, "N_STORIES", 200)
+    monkeypatch.setattr(train_toy, "TINYSTORIES", {
+        "url": "http://127.0.0.1:9/x", "size": 1, "sha256": ""})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    args = ["--out", str(tmp_path / "out"), *TINY[:-4], "--model", "mdlm"]
+    assert train_toy.main(args) == 0
+    printed = capsys.readouterr()
+    assert "could not be downloaded" in printed.err and "built-in stories" in printed.err
+    assert "valid stories" in printed.out
+
+
+def wrong(main, argv, capsys):
+    """The one line on stderr of a run that must fail with exit code 2."""
+    capsys.readouterr()
+    assert main([str(a) for a in argv]) == 2, f"{argv} must end with exit code 2"
+    lines = [line for line in capsys.readouterr().err.splitlines() if "|" not in line and line.strip()]
+    assert len(lines) == 1 and "Traceback" not in lines[0], f"one clear line, got {lines}"
+    return lines[0]
+
+
+def test_bad_input_to_training(tales, tmp_path, capsys):
+    main = train_toy.main
+    for name, content in (("empty", b""), ("binary", b"\x89PNG\xff\x00"), ("short", b"one word")):
+        (tmp_path / name).write_bytes(content)
+    assert "cannot read" in wrong(main, ["--data", tmp_path / "nowhere.txt"], capsys)
+    assert "cannot read" in wrong(main, ["--data", tmp_path], capsys)
+    assert "too short" in wrong(main, ["--data", tmp_path / "empty"], capsys)
+    assert "not UTF-8" in wrong(main, ["--data", tmp_path / "binary"], capsys)
+    assert "too short" in wrong(main, ["--data", tmp_path / "short"], capsys)
+    for flag, value in (("--steps", 0), ("--d-model", 0), ("--batch-size", -1), ("--lr", "nan"),
+                        ("--n-anchor", -1), ("--seq-len", "x"), ("--no-such-flag", 1), ("--model", "gpt")):
+        assert flag.strip("-") in wrong(main, [*tales, flag, value], capsys)
+    assert "divisible" in wrong(main, [*tales, "--n-heads", 3], capsys)
+    assert "--vocab-size" in wrong(main, [*tales, "--vocab-size", 5], capsys)
+    assert "--seq-len" in wrong(main, ["--data", "stories", "--seq-len", 20], capsys)
+    assert "--device" in wrong(main, [*tales, "--device", "abacus"], capsys)
+    (tmp_path / "file").write_text("")
+    assert "--out" in wrong(main, [*tales, "--out", tmp_path / "file"], capsys)
+    assert "gamma" in wrong(main, [*tales, "--gamma", 1, "--model", "mdlm"], capsys)
+    assert "no checkpoint" in wrong(main, [*tales, "--resume"], capsys)
+    main(tales)
+    assert "--d-model" in wrong(main, [*tales, "--resume", "--d-model", 32], capsys)
+    (tmp_path / "tales.txt").write_text("another " * 500, encoding="utf-8")
+    assert "not what" in wrong(main, [*tales, "--resume"], capsys)
+
+
+def test_bad_input_to_sampling(tales, tmp_path, capsys):
+    main = sample_script.main
+    (tmp_path / "foreign.pt").write_bytes(b"not a checkpoint")
+    torch.save({"model": 1}, tmp_path / "other.pt")
+    assert "no checkpoint" in wrong(main, [tmp_path / "none.pt"], capsys)
+    assert "not a checkpoint" in wrong(main, [tmp_path / "foreign.pt"], capsys)
+    assert "not a checkpoint" in wrong(main, [tmp_path / "other.pt"], capsys)
+    train_toy.main(tales)
+    path = tmp_path / "out" / "tadm.pt"
+    assert "shorten" in wrong(main, [path, "--prompt", "The cat " * 20], capsys)
+    assert "'%'" in wrong(main, [path, "--prompt", "5%"], capsys)
+    for flag, value in (("--num", 0), ("--steps", 0), ("--refresh-every", 0), ("--temperature", -1),
+                        ("--top-p", 2), ("--remask", "never")):
+        assert flag.strip("-") in wrong(main, [path, flag, value], capsys)
+    assert "steps" in wrong(main, [path, "--one-by-one", "--remask", "cap"], capsys)
+
+
+def test_second_run_keeps_the_first_checkpoint(tales, tmp_path):
+    train_toy.main(tales)
+    first = (tmp_path / "out" / "tadm.pt").read_bytes()
+    train_toy.main([*tales, "--seed", "1"])
+    assert (tmp_path / "out" / "tadm.old.pt").read_bytes() == first, "nothing trained is lost"

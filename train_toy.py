@@ -9,6 +9,7 @@ Left out: several GPUs, packing of stories, gradient accumulation, a learned tok
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -22,6 +23,7 @@ import random
 import re
 import signal
 import sys
+import tempfile
 import time
 import urllib.request
 from collections import Counter
@@ -34,6 +36,7 @@ from tqdm import tqdm
 import tadm
 
 MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM}
+N_STORIES = 50_000  # built-in ones, drawn anew from billions
 FORMAT = "tadm-toy checkpoint 1"
 END = "<|endoftext|>"  # one token: fills a canvas up, and separates the stories of a text file
 
@@ -53,10 +56,10 @@ class DownloadError(UserError):
 # the child, from the child to the colour.
 
 TEMPLATE = (
-    "{opening} at the {place}, {nA} had a {tA}, {nB} had a {tB} and {nC} had a {tC}. {nX} wore "
-    "{cX}, {nY} wore {cY} and {nZ} wore {cZ}. The {t1} fell into the {spot}! The child in {c1} "
-    'cried. The child in {c2} got it out with the {t2}. "Thank you, {n2}," said {n1}. The child in '
-    "{c3} played with the {t3}. {end}"
+    "{opening} at the {place}, {nA} had a {tA}, {nB} a {tB} and {nC} a {tC}. {nX} wore {cX}, {nY} "
+    "{cY} and {nZ} {cZ}. The {t1} fell into the {spot} and the child in {c1} cried. The child in "
+    "{c2} took the {t2} and got it out. {n1} thanked {n2}. The child in {c3} let them play with "
+    "the {t3} at the {place}. {end}"
 )
 WORDS = {
     "opening": ["Once upon a time", "One fine summer day", "On a warm morning", "One day in spring"],
@@ -65,8 +68,7 @@ WORDS = {
     "t": ["ball", "kite", "boat", "book", "cup", "hat"],
     "c": ["red", "blue", "green", "pink", "white", "brown"],
     "spot": ["mud", "pond", "grass", "well"],
-    "end": ["They all went home.", "They sang a song.", "It was a happy day for all of them.",
-            "Then it began to rain."],
+    "end": ["What fun!", "They all laughed.", "Then they went home.", "It was a happy day."],
 }
 
 
@@ -135,11 +137,11 @@ class Tokenizer:
         self.vocab, self.ids = vocab, {token: i for i, token in enumerate(vocab)}
 
     @classmethod
-    def train(cls, stories, vocab_size, seq_len):
-        """The end token, every character, then the most frequent words. stories: list of str."""
+    def train(cls, stories, vocab_size, limit):
+        """The end token, all characters, the most frequent words of the stories' first `limit`."""
         words = Counter()
         for story in stories:
-            words.update(m[0] for m in itertools.islice(PIECE.finditer(story), seq_len))
+            words.update(m[0] for m in itertools.islice(PIECE.finditer(story), limit))
         vocab = [END, *sorted(set().union(*words))]
         if len(vocab) > vocab_size:
             raise UserError(f"the text has {len(vocab) - 1} different characters: use "
@@ -220,7 +222,7 @@ def load_data(args):
     """Returns (training canvases, validation canvases, Tokenizer). One story in 20 validates."""
     if args.data == "stories":
         rng = random.Random(0)
-        stories = [write_story(rng) for _ in tqdm(range(50_000), "writing stories", leave=False)]
+        stories = [write_story(rng) for _ in tqdm(range(N_STORIES), "writing stories", leave=False)]
     elif args.data == "tinystories":
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tadm-toy"
         stories = read_stories(download(**TINYSTORIES, folder=cache))[1:]  # begins mid-story
@@ -231,28 +233,41 @@ def load_data(args):
         args.seq_len = args.seq_len or longest
         if args.seq_len < longest:
             raise UserError(f"the built-in stories need --seq-len {longest} or more")
-    if len(stories) == 1:  # no separators
-        words = PIECE.findall(stories[0])
-        stories = ["".join(words[i : i + args.seq_len]) for i in range(0, len(words), args.seq_len)]
-    if len(stories) < 2:
-        raise UserError(f"the data file {args.data} is too short: it needs two stories, or more "
-                        f"than {args.seq_len} words")
-    train, val = [s for i, s in enumerate(stories) if i % 20], stories[::20]
-    counting = tqdm(train, "counting words", leave=False)
-    tokenizer = Tokenizer.train(counting, args.vocab_size, args.seq_len)
-    val = [s for s in val if tokenizer.ids.keys() >= set(s)]  # none with a character never seen
-    rows = [tokenizer.encode(s, args.seq_len) for s in tqdm(train + val, "encoding", leave=False)]
-    x = np.zeros((len(rows), args.seq_len), dtype=np.int64)  # 0 is the end token
+    L = args.seq_len
+    if len(stories) > 1:
+        train, val = [s for i, s in enumerate(stories) if i % 20], stories[::20]
+        limit = L
+    else:  # no separators: windows, those of the first twentieth of the text validate
+        words = PIECE.findall("".join(stories))
+        if len(words) <= L:
+            raise UserError(f"the data file {args.data} is too short: it needs two stories, or "
+                            f"more than {L} words")
+        cut = max(1, len(words) // L // 20) * L
+        train, val, limit = ["".join(words[cut:])], ["".join(words[:cut])], None
+    tokenizer = Tokenizer.train(tqdm(train, "counting words", leave=False), args.vocab_size, limit)
+    rows = []
+    for story in tqdm(train, "encoding", leave=False):
+        ids = tokenizer.encode(story, limit)
+        rows += [ids[i : i + L] for i in range(0, len(ids), L)]
+    n_train = len(rows)
+    for story in val:
+        with contextlib.suppress(UserError):  # a character that the training text does not have
+            ids = tokenizer.encode(story, limit)
+            rows += [ids[i : i + L] for i in range(0, len(ids), L)]
+    if n_train == len(rows):
+        raise UserError(f"no validation story of {args.data} can be spelled with the characters of "
+                        "the training stories: the text is too short")
+    x = np.zeros((len(rows), L), dtype=np.int64)  # 0 is the end token
     for i, row in enumerate(rows):
         x[i, : len(row)] = row
     x = torch.from_numpy(x)
-    return x[: len(train)], x[len(train) :], tokenizer
+    return x[:n_train], x[n_train:], tokenizer
 
 
 # ------------------------------------------------------------------------------ 4. options
 
 PRESETS = {  # for a 2-core CPU, and for one consumer GPU with 8 GB
-    "cpu": {"seq_len": 96, "d_model": 64, "n_heads": 4, "n_anchor": 6, "n_denoiser": 2,
+    "cpu": {"seq_len": 96, "d_model": 64, "n_heads": 2, "n_anchor": 6, "n_denoiser": 2,
             "vocab_size": 4096, "batch_size": 32, "lr": 2e-3, "steps": 3000, "dtype": "float32"},
     "gpu": {"seq_len": 256, "d_model": 384, "n_heads": 6, "n_anchor": 6, "n_denoiser": 2,
             "vocab_size": 8192, "batch_size": 64, "lr": 1e-3, "steps": 20_000, "dtype": "bfloat16"},
@@ -323,12 +338,12 @@ def settings(given):
         return argparse.Namespace(**args), None
     path = Path(args["out"]) / f"{args['model']}.pt"
     checkpoint = load_checkpoint(path)
+    trained = checkpoint["args"]
     for name, value in given.items():
-        if name not in FREE_TO_CHANGE and value != checkpoint["args"][name]:
-            raise UserError(f"{path} was trained with --{name.replace('_', '-')} "
-                            f"{checkpoint['args'][name]}: leave that option out, or do not --resume")
-    kept = {name: v for name, v in checkpoint["args"].items() if name not in FREE_TO_CHANGE - {"steps"}}
-    return argparse.Namespace(**args | kept | given), checkpoint
+        if name not in FREE_TO_CHANGE and value != trained[name]:
+            raise UserError(f"{path} was trained with --{name.replace('_', '-')} {trained[name]}: "
+                            "to resume it, leave that option as it was")
+    return argparse.Namespace(**trained | {"resume": True, "out": args["out"]} | given), checkpoint
 
 
 def pick_device(name):
@@ -349,15 +364,26 @@ def pick_device(name):
 # ---------------------------------------------------------------------------- 5. checkpoints
 
 
+def checkpoint_path(args):
+    """OUT/MODEL.pt, in a folder that can be written. Raises UserError."""
+    folder = Path(args.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise UserError(f"cannot write in {folder} ({e.strerror}): choose another --out") from None
+    return folder / f"{args.model}.pt"
+
+
 def write_checkpoint(path, checkpoint):
     """Write under another name and rename, so that the last good file is never lost."""
     part = path.with_suffix(".part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(checkpoint, part)
         part.replace(path)
     except (OSError, RuntimeError) as e:
-        raise UserError(f"cannot write {path} ({e}): choose another folder with --out") from None
+        part.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path} ({e}): choose another --out") from None
 
 
 def load_checkpoint(path):
@@ -388,9 +414,9 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
     """Train and write checkpoints. Returns the EMA model, or None if Ctrl-C ended the run.
 
     The randomness of step n is a function of (seed, n) alone: a resumed run sees the same noise,
-    and an evaluation in between cannot disturb it.
+    and an evaluation in between cannot disturb it. Raises UserError.
     """
-    path, device = Path(args.out) / f"{args.model}.pt", x_train.device
+    path, device = checkpoint_path(args), x_train.device
     torch.manual_seed(args.seed)
     try:
         config = tadm.Config(len(tokenizer.vocab), args.seq_len, args.d_model, args.n_heads,
@@ -398,33 +424,50 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
     except ValueError as e:
         raise UserError(f"these sizes do not fit: {e}") from None
     model = MODELS[args.model](config).to(device)
+    if args.gamma > 0 and not hasattr(model, "anchor_logits"):
+        raise UserError(f"--gamma supervises an anchor, and {args.model} has none: leave it out")
+    ema = copy.deepcopy(model).eval()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     start = 0
     if checkpoint:
         if checkpoint["vocab"] != tokenizer.vocab:
             raise UserError(f"the data {args.data} is not what {path} was trained on")
-        model.load_state_dict(checkpoint["model_weights"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
         start = checkpoint["step"]
-    ema = copy.deepcopy(model).eval()
-    if checkpoint:
+        model.load_state_dict(checkpoint["weights"])
         ema.load_state_dict(checkpoint["ema"])
-    for block in model.modules() if args.compile else ():
-        if isinstance(block, tadm.Block):
-            block.compile()
-    n_weights = sum(p.numel() for p in model.parameters())
-    print(f"{args.model}: {n_weights:,} weights, V = {config.vocab_size}, L = {config.seq_len}; "
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    for layer in model.modules() if args.compile else ():
+        if isinstance(layer, tadm.Block):
+            layer.compile()
+    n_weights = sum(p.numel() for name, p in model.named_parameters())
+    print(f"{args.model}: {args.n_anchor} + {args.n_denoiser} layers, d = {args.d_model}, "
+          f"L = {args.seq_len}, V = {config.vocab_size}, {n_weights:,} weights; "
           f"{len(x_train):,} canvases to train on, {len(x_val):,} to validate")
 
-    # Staleness as in the paper, C.2: K in {1, 2, 4, 8}, T from L/8 to 4L. ADLM: fresh anchors only.
+    # Staleness as in C.2: K in {1, 2, 4, 8}, T from L/8 to 4L. ADLM: fresh anchors only.
     refresh_choices = [1, 2, 4, 8] if args.model == "tadm" else [1]
     steps_choices = [max(1, args.seq_len * 2**i // 8) for i in range(6)]
     every = max(1, args.steps // 10)  # evaluation and checkpoint
-    saved, smooth, begin, stop = None, None, time.time(), []
-    old_handler = signal.signal(signal.SIGINT, lambda *_: stop.append(True))
+    saved, smooth, begin, interrupts = start, None, time.time(), []
+
+    def save(step):
+        nonlocal saved
+        if path.exists() and not saved:
+            old = path.with_suffix(".old.pt")
+            tqdm.write(f"{path} exists: kept as {old}")
+            path.replace(old)
+        write_checkpoint(path, {
+            "format": FORMAT, "model": args.model, "config": dataclasses.asdict(config),
+            "vocab": tokenizer.vocab, "args": vars(args), "step": step,
+            "weights": model.state_dict(), "ema": ema.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        })
+        saved = step
+
+    old_handler = signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
+    bar = tqdm(total=args.steps, initial=start, mininterval=0.5, unit="step")
     try:
-        bar = tqdm(range(start, args.steps), initial=start, total=args.steps, mininterval=0.5)
-        for step in bar:
+        for step in range(start, args.steps):
             g = step_generator(args.seed, step, device)
             rows = torch.randint(len(x_train), (args.batch_size,), generator=g, device=device)
             t, t_stale = tadm.sample_times(len(rows), refresh_choices, steps_choices, g, device)
@@ -434,38 +477,33 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if not (loss.isfinite() and norm.isfinite()):
-                last = f"the last good checkpoint is {path} (step {saved})" if saved else "no checkpoint"
-                raise UserError(f"the loss is no longer finite at step {step + 1} ({last}): "
-                                "try a smaller --lr")
+                last = f"the last good checkpoint is {path} (step {saved})"
+                raise UserError(f"the loss is not finite at step {step + 1}; "
+                                f"{last if saved else 'no checkpoint yet'}; try a smaller --lr")
             warmup = min(1.0, (step + 1) / min(100, args.steps))
             optimizer.param_groups[0]["lr"] = args.lr * warmup * (1 - step / args.steps)
             optimizer.step()
-            decay = min(0.99, (step + 1) / (step + 10))  # a young average forgets faster
             with torch.no_grad():
-                torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - decay)
+                keep = min(0.99, (step + 1) / (step + 10))  # a young average forgets faster
+                torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - keep)
             smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
             speed = (step + 1 - start) * args.batch_size * args.seq_len / (time.time() - begin)
             bar.set_postfix_str(f"loss {smooth:.3f} nats/token, {speed:,.0f} tokens/s", refresh=False)
-            if stop or (step + 1) % every == 0 or step + 1 == args.steps:
-                write_checkpoint(path, {
-                    "format": FORMAT, "model": args.model, "config": dataclasses.asdict(config),
-                    "vocab": tokenizer.vocab, "args": vars(args), "step": step + 1,
-                    "weights": model.state_dict(), "ema": ema.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                })
-                saved = step + 1
-            if stop:
-                bar.close()
-                print(f"stopped at step {saved}, all saved in {path}; "
-                      "to go on, add --resume to the same command")
+            bar.update()
+            if interrupts or (step + 1) % every == 0 or step + 1 == args.steps:
+                save(step + 1)
+            if interrupts:
+                tqdm.write(f"stopped at step {saved}, all saved in {path}; to go on, run the same "
+                           "command with --resume")
                 return None
             if (step + 1) % every == 0:
                 with autocast(args, device):
-                    nats = tadm.bound(ema, x_val[:128], None, draws=4).mean()
-                    z, _ = tadm.sample(ema, 1, args.seq_len, args.seq_len, 4)
-                text = tokenizer.decode(z[0].tolist())[:100].replace("\n", " ")
-                tqdm.write(f"step {step + 1}: bound {nats:.3f} nats/token; sample: {text}")
+                    nats = tadm.bound(ema, x_val[:128], None, generator=g, draws=4).mean()
+                    z, _ = tadm.sample(ema, 1, args.seq_len, args.seq_len, 4, generator=g)
+                text = tokenizer.decode(z[0].tolist()).replace("\n", " ")
+                tqdm.write(f"step {step + 1}: bound {nats:.3f} nats/token | {text[:100]}")
     finally:
+        bar.close()
         signal.signal(signal.SIGINT, old_handler)
     return ema
 
