@@ -60,7 +60,7 @@ class Watch:
         self.vocab, self.shown, self.steps, self.age = tokenizer.vocab, canvas, steps, 0
         self.terminal, self.pause, self.slept = sys.stdout.isatty(), pause, 0.0
         try:
-            "█⚓".encode(sys.stdout.encoding)
+            "█⚓".encode(sys.stdout.encoding or "ascii")
             self.block, self.mark = "█", "⚓"
         except UnicodeError:
             self.block, self.mark = "#", "*"

@@ -133,10 +133,11 @@ class DiffusionLM(nn.Module):
         super().__init__()
         self.config, self.mask_id = config, config.vocab_size
         self.token = nn.Embedding(config.vocab_size + 1, config.d_model)
-        self.position = nn.Parameter(0.3 * torch.randn(config.seq_len, config.d_model))
+        self.position = nn.Parameter(0.8 * torch.randn(config.seq_len, config.d_model))
         self.norm = nn.LayerNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size)
-        nn.init.normal_(self.token.weight, std=0.3)
+        nn.init.normal_(self.token.weight, std=0.8)
+        nn.init.constant_(self.norm.weight, 8.0)  # small changes of the state move the logits
 
     def stack(self, n_layers):
         return nn.Sequential(*[Block(self.config) for _ in range(n_layers)])

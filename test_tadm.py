@@ -699,26 +699,25 @@ def test_a_story_with_a_wrong_fact_is_not_valid():
             for m in re.finditer(rf"\b({'|'.join(words)})\b", story):
                 for new in words:
                     wrong = story[: m.start()] + new + story[m.end() :]
-                    if new != m[0]:
+                    if new != m[0] and story.count(m[0]) > 1:
                         checked += 1
                         assert not train_toy.is_story(wrong), f"{m[0]} -> {new} in: {wrong}"
-    assert checked > 3000
+    assert checked > 2000
 
 
 def test_entropy_is_the_log_of_the_number_of_stories(monkeypatch):
     """Enumerated on a cut-down word list: as many different texts as exp(entropy) says."""
-    small = {k: w[: 4 if k == "n" else 3 if k in "tc" else 2] for k, w in train_toy.WORDS.items()}
+    small = {k: w[: 3 if k in "ntc" else 2] for k, w in train_toy.WORDS.items()}
     monkeypatch.setattr(train_toy, "WORDS", small)
     texts = set()
-    slots = [itertools.permutations(w, 3) if k in "ntc" else w for k, w in small.items()]
-    for template, *chosen in itertools.product(train_toy.TEMPLATES[::7], *slots):
+    slots = [itertools.permutations(w, 2) if k in "ntc" else w for k, w in small.items()]
+    for template, *chosen in itertools.product(train_toy.TEMPLATES, *slots):
         named = {}
         for kind, value in zip(small, chosen):
             named |= {kind: value} if kind not in "ntc" else {
                 f"{kind}{i}": w for i, w in enumerate(value, 1)}
         texts.add(template.format(**named))
-    share = len(train_toy.TEMPLATES[::7]) / len(train_toy.TEMPLATES)
-    close(train_toy.story_entropy(), math.log(len(texts) / share), 1e-9, "entropy in nats per story")
+    close(train_toy.story_entropy(), math.log(len(texts)), 1e-9, "entropy in nats per story")
 
 
 def test_stories_are_many_and_uniform():
@@ -1012,6 +1011,22 @@ def test_bad_input_to_sampling(tales, tmp_path, capsys):
                         ("--top-p", 2), ("--remask", "never")):
         assert flag.strip("-") in wrong(main, [path, flag, value], capsys)
     assert "steps" in wrong(main, [path, "--one-by-one", "--remask", "cap"], capsys)
+
+
+def test_watch_draws_the_canvas(capsys):
+    """Blocks for hidden tokens, bright for new ones, red for remasked ones, a mark at a refresh."""
+    tokenizer = train_toy.Tokenizer([train_toy.END, "One", " day"])
+    watch = sample_script.Watch(tokenizer, [3, 3, 2, 2], 9, 0.0)
+    watch.terminal = True
+    watch(0, torch.tensor([[1, 3, 3, 2]]), True)
+    head, body = capsys.readouterr().out.split("\n")[:2]
+    assert "step    1/9" in head and "age   0" in head and watch.mark in head
+    cells = re.findall(r"\x1b\[0;([\d;]+)m([^\x1b]*)", body)
+    block = f" {watch.block * 3}"
+    assert cells == [("1;92", "One"), ("2", block), ("31", block), ("0", " day")]
+    watch(1, torch.tensor([[1, 3, 3, 2]]), False)
+    head = capsys.readouterr().out.split("\n")[0]
+    assert "age   1" in head and watch.mark not in head
 
 
 def test_second_run_keeps_the_first_checkpoint(tales, tmp_path):

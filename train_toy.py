@@ -50,16 +50,15 @@ class DownloadError(UserError):
 
 
 # ----------------------------------------------------------------- 1. the built-in stories
-# One template writes the stories and, compiled to a regular expression, recognises them. Child 1
-# loses thing 1, and so on. ABC and XYZ stand for the children in any order: who had what is told in
-# one order, who wore what in another. So "the child in {c1}" takes two look-ups: from the thing to
-# the child, from the child to the colour.
+# One template writes the stories and, compiled to a regular expression, recognises them. Who had
+# what is told first, then who wore what, in any order (X, Y). Then a child is spoken of by name (P),
+# and one only by colour and thing (R). That takes two look-ups: from the colour to its wearer, and
+# from the wearer to the thing.
 
 TEMPLATE = (
-    "{opening} at the {place}, {nA} had a {tA}, {nB} a {tB} and {nC} a {tC}. {nX} wore {cX}, {nY} "
-    "{cY} and {nZ} {cZ}. The {t1} fell into the {spot} and the child in {c1} cried. The child in "
-    "{c2} took the {t2} and got it out. {n1} thanked {n2}. The child in {c3} let them play with "
-    "the {t3} at the {place}. {end}"
+    "{opening}, {n1} and {n2} went to the {place}. {n1} had a {t1} and {n2} had a {t2}. {nX} wore "
+    "{cX} and {nY} wore {cY}. {nP} played with the {tP}. Then the child in {cR} dropped the {tR} "
+    "into the {spot}. {n1} and {n2} got it out. They left the {place}. {end}"
 )
 WORDS = {
     "opening": ["Once upon a time", "One fine summer day", "On a warm morning", "One day in spring"],
@@ -73,9 +72,9 @@ WORDS = {
 
 
 def templates():
-    """The 36 templates with letters replaced by children: {nA} becomes {n2} and so on."""
-    for order in itertools.product(itertools.permutations("123"), repeat=2):
-        child = dict(zip("ABCXYZ", order[0] + order[1]))
+    """The templates with letters replaced by children: {nX} becomes {n2} and so on."""
+    for x, p, r in itertools.product("12", repeat=3):
+        child = {"X": x, "Y": "21"[int(x) - 1], "P": p, "R": r}
         yield re.sub(r"([ntc])([A-Z])", lambda m, child=child: m[1] + child[m[2]], TEMPLATE)
 
 
@@ -86,8 +85,8 @@ def write_story(rng):
     """One story, each with the same probability. rng: random.Random."""
     slots = {}
     for kind, words in WORDS.items():
-        if kind in "ntc":  # three different ones, for children 1, 2, 3
-            slots |= {f"{kind}{i}": word for i, word in enumerate(rng.sample(words, 3), 1)}
+        if kind in "ntc":  # two different ones, for children 1 and 2
+            slots |= {f"{kind}{i}": word for i, word in enumerate(rng.sample(words, 2), 1)}
         else:
             slots[kind] = rng.choice(words)
     return rng.choice(TEMPLATES).format(**slots)
@@ -95,7 +94,7 @@ def write_story(rng):
 
 def story_entropy():
     """Nats per story, exact: log of the number of stories, as no two choices give the same text."""
-    choices = [math.perm(len(w), 3) if kind in "ntc" else len(w) for kind, w in WORDS.items()]
+    choices = [math.perm(len(w), 2) if kind in "ntc" else len(w) for kind, w in WORDS.items()]
     return math.log(len(TEMPLATES) * math.prod(choices))
 
 
@@ -268,7 +267,7 @@ def load_data(args):
 
 PRESETS = {  # for a 2-core CPU, and for one consumer GPU with 8 GB
     "cpu": {"seq_len": 96, "d_model": 64, "n_heads": 2, "n_anchor": 6, "n_denoiser": 2,
-            "vocab_size": 4096, "batch_size": 32, "lr": 2e-3, "steps": 3000, "dtype": "float32"},
+            "vocab_size": 4096, "batch_size": 32, "lr": 3e-3, "steps": 3000, "dtype": "float32"},
     "gpu": {"seq_len": 256, "d_model": 384, "n_heads": 6, "n_anchor": 6, "n_denoiser": 2,
             "vocab_size": 8192, "batch_size": 64, "lr": 1e-3, "steps": 20_000, "dtype": "bfloat16"},
 }
