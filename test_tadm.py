@@ -301,6 +301,7 @@ def test_loss_is_recomputed_from_the_canvases():
     (z_t, z_stale), logp = model.predicted[0], table.double().log_softmax(-1)
     assert torch.equal(model.refreshed[0], z_stale), "step 3: the anchor sees z_t', not z_t"
     assert (z_stale[z_t == V] == V).all(), "Eq. 15: z_t' comes from z_t"
+    assert (z_stale == V).sum() > (z_t == V).sum(), "step 3: the anchor saw more masks than z_t has"
     truth = sum(
         -float(logp[z_stale[b, l], x[b, l]]) / float(t[b])
         for b, l in (z_t == V).nonzero().tolist()
