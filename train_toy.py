@@ -36,7 +36,7 @@ from tqdm import tqdm
 import tadm
 
 MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM}
-N_STORIES = 50_000  # built-in ones, drawn anew from billions
+N_STORIES = 50_000  # drawn out of 83 million
 FORMAT = "tadm-toy checkpoint 1"
 END = "<|endoftext|>"  # one token: fills a canvas up, and separates the stories of a text file
 
