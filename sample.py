@@ -23,15 +23,15 @@ def parse(argv):
     parser.error = fail
     add = parser.add_argument
     add("checkpoint", nargs="?", default="out/tadm.pt", help="default: out/tadm.pt")
-    add("--num", type=number(int, 1), default=3, help="texts to write (default 3)")
-    add("--steps", type=number(int, 1), help="reverse steps T (default: twice the canvas length)")
+    add("--num", type=number(int, 1, 10**6), default=3, help="texts to write (default 3)")
+    add("--steps", type=number(int, 1, 10**9), help="reverse steps T (default: twice the canvas length)")
     add("--one-by-one", action="store_true", help="one token per step in random order, T -> infinity")
     add("--refresh-every", type=number(int, 1), default=4, metavar="K",
         help="run the anchor network once in K steps (default 4)")
     add("--temperature", type=number(float, 0), default=1.0, help="0: the likeliest token")
     add("--top-p", type=number(float, 0, 1), default=1.0, help="nucleus, 0 to 1 (default 1: off)")
     add("--remask", choices=tadm.REMASK, default="none", help="ReMDM schedule (default none)")
-    add("--seed", type=number(int, 0), default=0)
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="default 0")
     add("--prompt", default="", help="how the text begins; ___ or [MASK] hides one token in it")
     add("--watch", action="store_true", help="show the first canvas step by step")
     add("--device", default="auto", help="auto (default) or a name that torch knows")

@@ -143,7 +143,13 @@ class DiffusionLM(nn.Module):
         return nn.Sequential(*[Block(self.config) for _ in range(n_layers)])
 
     def embed(self, z):
-        """S: (B, L) int64 -> (B, L, d). Learned positions, as an all-mask canvas needs them."""
+        """S: (B, L) int64 -> (B, L, d). Learned positions, as an all-mask canvas needs them.
+
+        Raises ValueError for a canvas longer than seq_len.
+        """
+        if z.shape[1] > self.config.seq_len:
+            raise ValueError(f"canvas of {z.shape[1]} tokens, the model's seq_len is "
+                             f"{self.config.seq_len}")
         return self.token(z) + self.position[: z.shape[1]]
 
     def hidden(self, z, cache):
@@ -316,7 +322,10 @@ def bound(model, x, steps, refresh_every=1, generator=None, draws=8):
     steps = None: T -> infinity with a fresh anchor. The integral over t then makes the number of
     masks n uniform on 1..L and the weight L/n; drawing n itself avoids the tails of 1/t.
     draws: levels i (or n) per row, one in each of that many strata. x: (B, L) int64.
+    Raises ValueError unless steps, refresh_every and draws are at least 1.
     """
+    if min(refresh_every, draws, 1 if steps is None else steps) < 1:
+        raise ValueError("steps, refresh_every and draws must be at least 1")
     B, L = x.shape
     total = torch.zeros(B, device=x.device)
     for j in range(draws):
@@ -380,8 +389,9 @@ def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
     the one that crosses it included; top_p = 0 takes the likeliest, top_p = 1 changes nothing.
     """
     logits = logits.float()
-    probs = (logits / (temperature or 1.0)).softmax(dim=-1)
-    if temperature == 0:
+    greedy = temperature < 1e-6
+    probs = (logits if greedy else logits / temperature).softmax(dim=-1)
+    if greedy:
         ids = logits.argmax(dim=-1)
     else:
         weights = probs
@@ -445,8 +455,8 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
     """
     if min(batch_size, seq_len, refresh_every, 1 if steps is None else steps) < 1:
         raise ValueError("batch_size, seq_len, steps and refresh_every must be at least 1")
-    if temperature < 0 or not 0 <= top_p <= 1:
-        raise ValueError("temperature must not be negative, and top_p must lie in [0, 1]")
+    if not (0 <= temperature < math.inf and 0 <= top_p <= 1):
+        raise ValueError("temperature must be 0 or more, and top_p must lie in [0, 1]")
     if steps is None and remask != "none":
         raise ValueError("remasking needs a number of steps")
     device = next((p.device for p in getattr(model, "parameters", tuple)()), torch.device("cpu"))
@@ -454,6 +464,8 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
     if prompt is not None:
         if prompt.shape not in (z.shape, z.shape[1:]):
             raise ValueError(f"prompt must have shape {tuple(z.shape)} or {tuple(z.shape[1:])}")
+        if prompt.is_floating_point() or prompt.min() < 0 or prompt.max() > model.mask_id:
+            raise ValueError(f"prompt must hold integers from 0 to mask_id = {model.mask_id}")
         z = z.copy_(prompt)
     fixed = z != model.mask_id
     order = torch.rand(z.shape, device=device, generator=generator)

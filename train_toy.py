@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -138,10 +139,11 @@ class Tokenizer:
     @classmethod
     def train(cls, stories, vocab_size, limit):
         """The end token, all characters, the most frequent words of the stories' first `limit`."""
-        words = Counter()
+        words, chars = Counter(), set()
         for story in stories:
             words.update(m[0] for m in itertools.islice(PIECE.finditer(story), limit))
-        vocab = [END, *sorted(set().union(*words))]
+            chars.update(story)
+        vocab = [END, *sorted(chars)]
         if len(vocab) > vocab_size:
             raise UserError(f"the text has {len(vocab) - 1} different characters: use "
                             f"--vocab-size {2 * len(vocab)} or more")
@@ -206,7 +208,7 @@ def download(url, size, sha256, folder, timeout=10):
 def read_stories(path):
     """The stories of a UTF-8 text file, or its whole text where there are no separators."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
     except OSError as e:
@@ -249,13 +251,9 @@ def load_data(args):
         ids = tokenizer.encode(story, limit)
         rows += [ids[i : i + L] for i in range(0, len(ids), L)]
     n_train = len(rows)
-    for story in val:
-        with contextlib.suppress(UserError):  # a character that the training text does not have
-            ids = tokenizer.encode(story, limit)
-            rows += [ids[i : i + L] for i in range(0, len(ids), L)]
-    if n_train == len(rows):
-        raise UserError(f"no validation story of {args.data} can be spelled with the characters of "
-                        "the training stories: the text is too short")
+    for story in val:  # a character that the training text does not have is left out
+        ids = tokenizer.encode("".join(c for c in story if c in tokenizer.ids), limit)
+        rows += [ids[i : i + L] for i in range(0, len(ids), L)]
     x = np.zeros((len(rows), L), dtype=np.int64)  # 0 is the end token
     for i, row in enumerate(rows):
         x[i, : len(row)] = row
@@ -296,7 +294,7 @@ def parse(argv):
         epilog="Sizes not given come from the preset, or from the checkpoint with --resume.",
     )
     parser.error = fail
-    add, count = parser.add_argument, number(int, 1)
+    add, count = parser.add_argument, number(int, 1, 10**9)
     add("--model", choices=MODELS, help="tadm (default), or its predecessors adlm and mdlm")
     add("--data", help="tinystories (default, one download), stories (built in), or a text file")
     add("--preset", choices=PRESETS, help="sizes for a 2-core cpu (default) or for an 8 GB gpu")
@@ -310,7 +308,7 @@ def parse(argv):
     add("--n-heads", type=count, help="attention heads")
     add("--n-anchor", type=number(int, 0), help="anchor layers, run once in K sampling steps")
     add("--n-denoiser", type=number(int, 0), help="denoiser layers, run at every sampling step")
-    add("--seed", type=number(int, 0), help="default 0")
+    add("--seed", type=number(int, 0, 2**63 - 1), help="default 0")
     add("--device", help="auto (default: cuda, else mps, else cpu) or a name that torch knows")
     add("--dtype", choices=("float32", "bfloat16"), help="of the matrix products")
     add("--compile", action="store_true", help="torch.compile the layers: slow start, faster steps")
@@ -330,17 +328,21 @@ def settings(given):
     """
     args = {"model": "tadm", "data": "tinystories", "preset": "cpu", "gamma": 0.0, "seed": 0,
             "device": "auto", "compile": False, "out": "out", "resume": False}
+    if given.get("data", "stories") not in ("stories", "tinystories"):
+        given["data"] = str(Path(given["data"]).resolve())
     args |= PRESETS[given.get("preset", "cpu")] | given
     if args["data"] == "stories":
         args |= STORIES | given
+    if args["gamma"] > 0 and not hasattr(MODELS[args["model"]], "anchor_logits"):
+        raise UserError(f"--gamma supervises an anchor, {args['model']} has none: leave it out")
     if not args["resume"]:
         return argparse.Namespace(**args), None
     path = Path(args["out"]) / f"{args['model']}.pt"
     checkpoint = load_checkpoint(path)
-    trained = checkpoint["args"]
+    trained = checkpoint.get("args", {})
     for name, value in given.items():
-        if name not in FREE_TO_CHANGE and value != trained[name]:
-            raise UserError(f"{path} was trained with --{name.replace('_', '-')} {trained[name]}: "
+        if name not in FREE_TO_CHANGE and value != trained.get(name):
+            raise UserError(f"{path} was trained with --{name.replace('_', '-')} {trained.get(name)}: "
                             "to resume it, leave that option as it was")
     return argparse.Namespace(**trained | {"resume": True, "out": args["out"]} | given), checkpoint
 
@@ -353,7 +355,7 @@ def pick_device(name):
         why = {"cuda": "a CUDA GPU was found", "mps": "an Apple GPU was found"}
         print(f"device: {name} ({why.get(name, 'no GPU was found')})")
     try:
-        torch.zeros(1, device=name)
+        torch.zeros(1, device=name).item()
         return torch.device(name)
     except (RuntimeError, AssertionError) as e:
         reason = str(e).splitlines()[0]
@@ -365,45 +367,68 @@ def pick_device(name):
 
 def checkpoint_path(args):
     """OUT/MODEL.pt, in a folder that can be written. Raises UserError."""
-    folder = Path(args.out)
+    path = Path(args.out) / f"{args.model}.pt"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+        if path.is_dir():
+            raise IsADirectoryError(0, f"{path} is a folder")
     except OSError as e:
-        raise UserError(f"cannot write in {folder} ({e.strerror}): choose another --out") from None
-    return folder / f"{args.model}.pt"
+        raise UserError(f"cannot write {path} ({e.strerror}): choose another --out") from None
+    return path
 
 
-def write_checkpoint(path, checkpoint):
-    """Write under another name and rename, so that the last good file is never lost."""
-    part = path.with_suffix(".part")
+def write_checkpoint(path, checkpoint, keep):
+    """Write under another name and rename; an older file is kept as MODEL.1.pt, .2.pt, ..."""
+    part = path.with_suffix(f".{os.getpid()}.part")
     try:
         torch.save(checkpoint, part)
+        if keep and path.exists():
+            names = (path.with_suffix(f".{i}.pt") for i in itertools.count(1))
+            old = next(name for name in names if not name.exists())
+            tqdm.write(f"{path} exists: kept as {old}")
+            path.replace(old)
         part.replace(path)
     except (OSError, RuntimeError) as e:
-        part.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path} ({e}): choose another --out") from None
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise UserError(f"cannot write {path}, is the disk full? ({e})") from None
 
 
 def load_checkpoint(path):
     """The dict that train() wrote: plain types and tensors. Raises UserError."""
-    if not Path(path).is_file():
-        raise UserError(f"there is no checkpoint {path}: train one with python train_toy.py")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["format"] == FORMAT:
+        if not Path(path).is_file():
+            raise UserError(f"there is no checkpoint {path}: train one with python train_toy.py")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's remarks on files that are not its own
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(checkpoint, dict) and checkpoint.get("format") == FORMAT:
             return checkpoint
-    except (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError,
-            pickle.UnpicklingError):  # what torch raises for a file that is not its own
+    except OSError as e:
+        raise UserError(f"cannot read {path} ({e.strerror})") from None
+    except (EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError,
+            pickle.UnpicklingError):  # what torch raises for such files
         pass
     raise UserError(f"{path} is not a checkpoint of this project (or of another version of it)")
 
 
 def build(checkpoint, device):
-    """The trained model (the EMA weights) and its tokenizer."""
-    model = MODELS[checkpoint["model"]](tadm.Config(**checkpoint["config"])).to(device)
-    model.load_state_dict(checkpoint["ema"])
-    return model.eval(), Tokenizer(checkpoint["vocab"])
+    """The trained model (the EMA weights) and its tokenizer. Raises UserError."""
+    try:
+        model = MODELS[checkpoint["model"]](tadm.Config(**checkpoint["config"])).to(device)
+        model.load_state_dict(checkpoint["ema"])
+        tokenizer = Tokenizer(checkpoint["vocab"])
+        whole = len(tokenizer.vocab) == model.mask_id and finite(model)
+    except (LookupError, TypeError, ValueError, RuntimeError):
+        whole = False
+    if not whole:
+        raise UserError("the checkpoint is damaged: its parts are missing or do not fit together")
+    return model.eval(), tokenizer
+
+
+def finite(model):
+    return all(p.isfinite().all() for p in model.parameters())
 
 
 # ------------------------------------------------------------------------------- 6. training
@@ -417,24 +442,24 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
     """
     path, device = checkpoint_path(args), x_train.device
     torch.manual_seed(args.seed)
-    try:
-        config = tadm.Config(len(tokenizer.vocab), args.seq_len, args.d_model, args.n_heads,
-                             args.n_anchor, args.n_denoiser)
-    except ValueError as e:
-        raise UserError(f"these sizes do not fit: {e}") from None
+    config = sizes(args, len(tokenizer.vocab))
     model = MODELS[args.model](config).to(device)
-    if args.gamma > 0 and not hasattr(model, "anchor_logits"):
-        raise UserError(f"--gamma supervises an anchor, and {args.model} has none: leave it out")
     ema = copy.deepcopy(model).eval()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    data_hash = hashlib.sha256(x_train.cpu().numpy().tobytes()).hexdigest()
     start = 0
     if checkpoint:
-        if checkpoint["vocab"] != tokenizer.vocab:
+        if (checkpoint.get("vocab"), checkpoint.get("data_hash")) != (tokenizer.vocab, data_hash):
             raise UserError(f"the data {args.data} is not what {path} was trained on")
-        start = checkpoint["step"]
-        model.load_state_dict(checkpoint["weights"])
-        ema.load_state_dict(checkpoint["ema"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        try:
+            start = checkpoint["step"]
+            model.load_state_dict(checkpoint["weights"])
+            ema.load_state_dict(checkpoint["ema"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        except (LookupError, TypeError, ValueError, RuntimeError):
+            raise UserError(f"{path} is damaged: its parts are missing or do not fit") from None
+        if start >= args.steps:
+            print(f"{path} has {start} steps already: to train on, raise --steps")
     for layer in model.modules() if args.compile else ():
         if isinstance(layer, tadm.Block):
             layer.compile()
@@ -451,22 +476,24 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
 
     def save(step):
         nonlocal saved
-        if path.exists() and not saved:
-            old = path.with_suffix(".old.pt")
-            tqdm.write(f"{path} exists: kept as {old}")
-            path.replace(old)
         write_checkpoint(path, {
             "format": FORMAT, "model": args.model, "config": dataclasses.asdict(config),
-            "vocab": tokenizer.vocab, "args": vars(args), "step": step,
+            "vocab": tokenizer.vocab, "data_hash": data_hash, "args": vars(args), "step": step,
             "weights": model.state_dict(), "ema": ema.state_dict(),
             "optimizer": optimizer.state_dict(),
-        })
+        }, keep=not saved)
         saved = step
+
+    def check(good, step):
+        if not good:
+            last = f"the last good checkpoint is {path} (step {saved})"
+            raise UserError(f"the loss is not finite at step {step}; "
+                            f"{last if saved else 'no checkpoint yet'}; try a smaller --lr or --gamma")
 
     old_handler = signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
     bar = tqdm(total=args.steps, initial=start, mininterval=0.5, unit="step")
     try:
-        for step in range(start, args.steps):
+        for step in range(start + 1, args.steps + 1):
             g = step_generator(args.seed, step, device)
             rows = torch.randint(len(x_train), (args.batch_size,), generator=g, device=device)
             t, t_stale = tadm.sample_times(len(rows), refresh_choices, steps_choices, g, device)
@@ -475,36 +502,44 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             optimizer.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if not (loss.isfinite() and norm.isfinite()):
-                last = f"the last good checkpoint is {path} (step {saved})"
-                raise UserError(f"the loss is not finite at step {step + 1}; "
-                                f"{last if saved else 'no checkpoint yet'}; try a smaller --lr")
-            warmup = min(1.0, (step + 1) / min(100, args.steps))
-            optimizer.param_groups[0]["lr"] = args.lr * warmup * (1 - step / args.steps)
+            check((loss + norm).isfinite(), step)
+            warmup = min(1.0, step / min(100, args.steps))
+            optimizer.param_groups[0]["lr"] = args.lr * warmup * (1 - (step - 1) / args.steps)
             optimizer.step()
             with torch.no_grad():
-                keep = min(0.99, (step + 1) / (step + 10))  # a young average forgets faster
+                keep = min(0.99, step / (step + 9))  # a young average forgets faster
                 torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - keep)
             smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
-            speed = (step + 1 - start) * args.batch_size * args.seq_len / (time.time() - begin)
+            speed = (step - start) * args.batch_size * args.seq_len / (time.time() - begin)
             bar.set_postfix_str(f"loss {smooth:.3f} nats/token, {speed:,.0f} tokens/s", refresh=False)
             bar.update()
-            if interrupts or (step + 1) % every == 0 or step + 1 == args.steps:
-                save(step + 1)
-            if interrupts:
-                tqdm.write(f"stopped at step {saved}, all saved in {path}; to go on, run the same "
-                           "command with --resume")
-                return None
-            if (step + 1) % every == 0:
+            if step % every == 0 or step == args.steps:
                 with autocast(args, device):
                     nats = tadm.bound(ema, x_val[:128], None, generator=g, draws=4).mean()
+                    check(nats.isfinite() and finite(model), step)
                     z, _ = tadm.sample(ema, 1, args.seq_len, args.seq_len, 4, generator=g)
+                save(step)
                 text = tokenizer.decode(z[0].tolist()).replace("\n", " ")
-                tqdm.write(f"step {step + 1}: bound {nats:.3f} nats/token | {text[:100]}")
+                tqdm.write(f"step {step}: bound {nats:.3f} nats/token | {text[:100]}")
+            if interrupts:
+                check(finite(model), step)
+                save(step)
+                tqdm.write(f"stopped at step {step}, all saved; to go on: python train_toy.py "
+                           f"--model {args.model} --out {args.out} --resume")
+                return None
     finally:
         bar.close()
         signal.signal(signal.SIGINT, old_handler)
     return ema
+
+
+def sizes(args, vocab_size):
+    """The Config of these options. Raises UserError."""
+    try:
+        return tadm.Config(vocab_size, args.seq_len or 1, args.d_model, args.n_heads,
+                           args.n_anchor, args.n_denoiser)
+    except ValueError as e:
+        raise UserError(f"these sizes do not fit: {e}") from None
 
 
 def step_generator(seed, step, device):
@@ -564,6 +599,8 @@ def report(model, x_val, tokenizer, args):
 
 def run(argv):
     args, checkpoint = settings(parse(argv))
+    sizes(args, 1)  # what is wrong with the options is said before the data is read
+    checkpoint_path(args)
     device = pick_device(args.device)
     try:
         x_train, x_val, tokenizer = load_data(args)
@@ -571,7 +608,7 @@ def run(argv):
         if checkpoint:
             raise
         print(f"{e}: training on the built-in stories instead", file=sys.stderr)
-        vars(args).update(STORIES | {"data": "stories"})
+        args.data, args.seq_len = "stories", None
         x_train, x_val, tokenizer = load_data(args)
     x_train, x_val = x_train.to(device), x_val.to(device)
     model = train(args, checkpoint, x_train, x_val, tokenizer)
@@ -589,11 +626,19 @@ def shielded(run, program, argv=None):
     try:
         return run(argv)
     except UserError as e:
-        print(f"{program}: {e}", file=sys.stderr)
-        return 2
+        error = str(e)
+    except (MemoryError, RuntimeError) as e:
+        if not (isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "alloc" in str(e)):
+            raise
+        error = "out of memory: make --batch-size, --seq-len or other sizes (or --num) smaller"
+    except BrokenPipeError:  # the reader has gone, as in "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print(f"{program}: stopped", file=sys.stderr)
         return 130
+    print(f"{program}: {' '.join(error.split())}", file=sys.stderr)
+    return 2
 
 
 def main(argv=None):
