@@ -2,7 +2,7 @@
 
     python sample.py                                     # three texts from out/tadm.pt
     python sample.py --prompt "Once upon a time" --refresh-every 8
-    python sample.py --prompt "Once upon a time there was a ___ named [MASK]." --watch
+    python sample.py --prompt "Once upon a time, ___ and Mia went to the [MASK]." --watch
 """
 
 import argparse
@@ -24,8 +24,9 @@ def parse(argv):
     add = parser.add_argument
     add("checkpoint", nargs="?", default="out/tadm.pt", help="default: out/tadm.pt")
     add("--num", type=number(int, 1, 10**6), default=3, help="texts to write (default 3)")
-    add("--steps", type=number(int, 1, 10**9), help="reverse steps T (default: twice the canvas length)")
-    add("--one-by-one", action="store_true", help="one token per step in random order, T -> infinity")
+    steps = parser.add_mutually_exclusive_group().add_argument
+    steps("--steps", type=number(int, 1, 10**9), help="reverse steps T (default: twice the canvas)")
+    steps("--one-by-one", action="store_true", help="one token per step, in random order")
     add("--refresh-every", type=number(int, 1), default=4, metavar="K",
         help="run the anchor network once in K steps (default 4)")
     add("--temperature", type=number(float, 0), default=1.0, help="0: the likeliest token")
@@ -57,30 +58,29 @@ class Watch:
     """
 
     def __init__(self, tokenizer, canvas, steps, pause):
-        self.vocab, self.shown, self.steps, self.age = tokenizer.vocab, canvas, steps, 0
+        self.vocab, self.shown, self.steps = tokenizer.vocab, canvas, steps
         self.terminal, self.pause, self.slept = sys.stdout.isatty(), pause, 0.0
         try:
-            "█⚓".encode(sys.stdout.encoding or "ascii")
-            self.block, self.mark = "█", "⚓"
+            "█⚓·".encode(sys.stdout.encoding or "ascii")
+            self.block, self.mark, self.end = " ███", "⚓", " ·"
         except UnicodeError:
-            self.block, self.mark = "#", "*"
+            self.block, self.mark, self.end = " ###", "*", " ."
 
-    def __call__(self, step, z, refreshed):
+    def __call__(self, step, z, age):
         before, self.shown = self.shown, z[0].tolist()
-        self.age = 0 if refreshed else self.age + 1
-        head = f"step {step + 1:>4}/{self.steps}  anchor age {self.age:>3} {self.mark * refreshed}"
+        head = f"step {step + 1:>4}/{self.steps}  anchor age {age:>3} {' ' if age else self.mark}"
         if self.terminal:
             body = "".join(map(self.cell, before, self.shown))
             print(f"\x1b[H\x1b[J{head}\n{body}\x1b[0m", flush=True)
             time.sleep(self.pause)
             self.slept += self.pause
-        elif refreshed or step + 1 == self.steps:
+        elif age == 0 or step + 1 == self.steps:
             print(head + " |" + "".join(self.text(token) for token in self.shown))
 
     def text(self, token):
         if token == len(self.vocab):
-            return f" {self.block * 3}"
-        return "" if token == 0 else self.vocab[token].replace("\n", " ")
+            return self.block
+        return self.end if token == 0 else self.vocab[token].replace("\n", " ")
 
     def cell(self, old, new):
         hidden = new == len(self.vocab)
@@ -93,6 +93,8 @@ def run(argv):
     device = pick_device(args.device)
     model, tokenizer = build(load_checkpoint(args.checkpoint), device)
     seq_len = model.config.seq_len
+    if args.one_by_one and args.remask != "none":
+        raise UserError("--remask needs a number of steps: leave --one-by-one out")
     steps = None if args.one_by_one else args.steps or 2 * seq_len
     prompt = prompt_canvas(args.prompt, tokenizer, seq_len)
     n_steps = steps or int((prompt == model.mask_id).sum())

@@ -70,7 +70,7 @@ class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         d, self.n_heads = config.d_model, config.n_heads
-        self.scale = (config.n_anchor + config.n_denoiser) ** -0.5  # deep stacks learn faster
+        self.scale = (config.n_anchor + config.n_denoiser) ** -0.5  # the sum of all layers stays O(1)
         self.norm_attn = nn.LayerNorm(d)
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.norm_q = nn.LayerNorm(d // config.n_heads, bias=False)
@@ -123,27 +123,31 @@ class GatedFusion(nn.Module):
 
 
 class DiffusionLM(nn.Module):
-    """What the three models share: the embedding S, the head, and the refresh/predict pair.
+    """What TADM, ADLM and MDLM below share: the embedding S, the head and `predict`.
 
     The embedding has V + 1 rows and the head V outputs: the mask token can be read, never written.
-    `depths` is (layers run by refresh, layers run by predict).
+    Each model sets `depths`: the layers that its refresh and its predict run, for the statistics.
     """
 
     def __init__(self, config):
         super().__init__()
         self.config, self.mask_id = config, config.vocab_size
         self.token = nn.Embedding(config.vocab_size + 1, config.d_model)
-        self.position = nn.Parameter(0.8 * torch.randn(config.seq_len, config.d_model))
+        self.position = nn.Parameter(torch.empty(config.seq_len, config.d_model))
         self.norm = nn.LayerNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size)
+        # Large embeddings stay legible in the sum that the layers add to, and a large gain lets
+        # small changes of that sum reach the logits: with both, facts are copied far sooner.
         nn.init.normal_(self.token.weight, std=0.8)
-        nn.init.constant_(self.norm.weight, 8.0)  # small changes of the state move the logits
+        nn.init.normal_(self.position, std=0.8)
+        nn.init.constant_(self.norm.weight, 8.0)
 
     def stack(self, n_layers):
         return nn.Sequential(*[Block(self.config) for _ in range(n_layers)])
 
     def embed(self, z):
-        """S: (B, L) int64 -> (B, L, d). Learned positions, as an all-mask canvas needs them.
+        """S: (B, L) int64 -> (B, L, d). Rotary positions are relative: on a canvas of masks only they
+        cannot tell the first place from the last, so learned ones are added here.
 
         Raises ValueError for a canvas longer than seq_len.
         """
@@ -238,7 +242,7 @@ def logits_at(model, z, cache, where):
 def corrupt(x, t, mask_id, generator=None):
     """Draw z_t from q(z_t | x) (Eq. 1): every token becomes the mask with probability t.
 
-    x: (B, L) int64; t: (B,) float32 in [0, 1], the share of masks. Returns (B, L) int64.
+    x: (B, L) int64; t: (B,) float32 in [0, 1], any probability of a mask. Returns (B, L) int64.
     """
     u = torch.rand(x.shape, device=x.device, generator=generator)  # in [0, 1): t = 1 masks all
     return torch.where(u < t[:, None], mask_id, x)
@@ -252,14 +256,14 @@ def corrupt_further(z_t, t, t_stale, mask_id, generator=None):
     """
     if (t_stale < t).any():
         raise ValueError("t_stale must not be smaller than t: an anchor is older than its canvas")
-    p_mask = (t_stale - t) / (1 - t).clamp_min(1e-9)  # 1 - alpha_t' / alpha_t; at t = 1 all is hid
+    p_mask = (t_stale - t) / (1 - t).clamp_min(1e-9)  # 1 - alpha_t' / alpha_t, or 0 at t = 1
     return corrupt(z_t, p_mask, mask_id, generator)
 
 
 def sample_times(batch_size, refresh_choices, steps_choices, generator=None, device=None):
     """Draw the times of a training batch (appendix C.2). Returns t, t_stale: (B,) float32.
 
-    t ~ U(1e-3, 1), antithetic: one row in each of B equal strata, in random order. K and T are
+    t ~ U(1e-3, 1), "antithetic": one row in each of B equal strata, in random order. K and T are
     drawn per row from the two lists, the age k from 0..K-1, and t' = min(1, t + k/T).
     """
 
@@ -318,7 +322,8 @@ def bound(model, x, steps, refresh_every=1, generator=None, draws=8):
 
     steps = T: the T-step bound of sampling with a cache refreshed every K steps. Step i = T..1 has
     t = i/T, weight lambda = 1/i on each masked token, and an anchor of age (T - i) mod K, drawn on
-    the same trajectory. As alpha_0 = 1 there is no reconstruction term.
+    the same trajectory. The sum over i is T times the mean over a random i: weight T/i = 1/t. As
+    alpha_0 = 1 there is no reconstruction term.
     steps = None: T -> infinity with a fresh anchor. The integral over t then makes the number of
     masks n uniform on 1..L and the weight L/n; drawing n itself avoids the tails of 1/t.
     draws: levels i (or n) per row, one in each of that many strata. x: (B, L) int64.
@@ -355,8 +360,9 @@ def remask_schedule(kind, t, s, eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
     """The step from t down to s under a ReMDM schedule: (alpha_t, alpha_s, sigma), floats.
 
     none: sigma = 0. cap: min(eta, sigma_max), eta = 0.04 unless given. rescale: eta * sigma_max.
-    conf: sigma_max, which `sample` splits over the tokens by confidence. loop: alpha rises to
-    alpha_on until t_on, waits there with sigma = eta (0.02) until t_off, then rises to 1.
+    conf: sigma_max, which `sample` splits over the tokens by confidence. loop, from t = 1 down to
+    0: alpha rises to alpha_on at t_on, stays there with sigma = eta (0.02) down to t_off, and then
+    rises to 1.
     Raises ValueError for an unknown kind or values out of range.
     """
     if kind not in REMASK:
@@ -379,7 +385,8 @@ def remask_schedule(kind, t, s, eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
             return alpha_on * (1 - time) / (1 - t_on)
         return alpha_on if time > t_off else 1 - (1 - alpha_on) * time / t_off
 
-    return alpha(t), alpha(s), eta if t_off <= s and t <= t_on else 0
+    sigma = eta if t_off <= s and t <= t_on else 0
+    return alpha(t), alpha(s), sigma
 
 
 def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
@@ -408,8 +415,8 @@ def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, rev
                  confidence=None, temperature=1.0, top_p=1.0, generator=None):
     """One reverse step from z_t (B, L) to z_s (B, L), Eq. 17 with remasking.
 
-    A masked token is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t) and
-    then drawn from softmax(logits): two small draws with the law of one draw over V + 1 outcomes.
+    A masked token is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t), and
+    only then drawn from softmax(logits): the same law as one draw over V tokens and the mask.
     A visible token is remasked with probability sigma and otherwise stays what it is.
 
     logits: (B, L, V), or a function that gets a (B, L) bool and returns the logits (N, V) there; it
@@ -447,7 +454,8 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
     steps = T, or None for one token per step in random order, the exact limit T -> infinity.
     refresh_every = K: the anchor network runs at steps 0, K, 2K, ...
     prompt: (L,) or (B, L) int64, mask_id where text is wanted; the rest is held fixed.
-    callback(step, z, refreshed) is called after every step. remask_options: see remask_schedule.
+    callback(step, z, age) is called after every step, with the age of the anchor in steps.
+    remask_options: see remask_schedule.
     stats: the calls really made (anchor_calls, denoiser_calls, layer_calls) and steps. There is no
     time input, so a step that reveals nothing needs no prediction, and an anchor that no prediction
     reads needs no computing: both are skipped, which changes no token.
@@ -469,17 +477,17 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
         z = z.copy_(prompt)
     fixed = z != model.mask_id
     order = torch.rand(z.shape, device=device, generator=generator)
-    order = order.masked_fill(fixed, 2.0).argsort(dim=1).argsort(dim=1)  # for steps = None
+    order = order.masked_fill(fixed, 2.0).argsort(dim=1).argsort(dim=1)  # ranks: for steps = None
     confidence = torch.ones(z.shape, device=device)
     n_steps = int((~fixed).sum(dim=1).max()) if steps is None else steps
     stats = {"steps": n_steps, "anchor_calls": 0, "denoiser_calls": 0}
     anchor_canvas = cache = None
 
-    def logits(where):
+    def logits(where):  # reads z as it was before the step that asks
         nonlocal anchor_canvas, cache
         if anchor_canvas is not None:
             cache, anchor_canvas = model.refresh(anchor_canvas), None
-            stats["anchor_calls"] += cache is not None
+            stats["anchor_calls"] += cache is not None  # MDLM has no anchor
         stats["denoiser_calls"] += 1
         return logits_at(model, z, cache, where)
 
@@ -487,7 +495,6 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
         i = n_steps - j  # the paper counts steps down: i = T..1
         if j % refresh_every == 0:
             anchor_canvas = z  # the anchor is due: computed as soon as a prediction needs it
-        calls = stats["anchor_calls"]
         alpha_t, alpha_s, sigma = remask_schedule(
             remask, i / n_steps, (i - 1) / n_steps, **remask_options
         )
@@ -501,12 +508,12 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
             temperature=temperature, top_p=top_p, generator=generator,
         )
         if callback is not None:
-            callback(j, z, stats["anchor_calls"] > calls)
+            callback(j, z, j % refresh_every)
     anchor, denoiser = getattr(model, "depths", (0, 0))
     stats["layer_calls"] = stats["anchor_calls"] * anchor + stats["denoiser_calls"] * denoiser
     return z, stats
 
 
 def layer_calls(config, steps, refresh_every):
-    """Transformer layers run by T steps (Eq. 11, S has none): T * L_D + ceil(T / K) * L_A."""
+    """Layers that TADM or ADLM run in T steps (Eq. 11, S has none): T L_D + ceil(T / K) L_A."""
     return steps * config.n_denoiser + math.ceil(steps / refresh_every) * config.n_anchor

@@ -520,7 +520,7 @@ def test_confidence_remasks_the_doubtful():
 
     seen = [torch.full((2000, 10), 2)]
     tadm.sample(Halves(2), 2000, 10, 50, 1, remask="conf", generator=rng(),
-                callback=lambda step, z, refreshed: seen.append(z))
+                callback=lambda step, z, age: seen.append(z))
     weight = np.exp(-np.where(np.arange(10) < 5, 1.0, 0.5))
     expected, observed = np.zeros(2), np.zeros(2)
     for j, (before, after) in enumerate(itertools.pairwise(seen)):
@@ -591,9 +591,10 @@ def test_sampler_equals_algorithm_1_bit_for_bit(kind, steps, K, remask):
 @pytest.mark.parametrize("steps,K", [(10, 4), (10, 1), (10, 20), (1, 3), (9, 3)])
 def test_refresh_schedule(steps, K):
     """The anchor is computed at steps 0, K, 2K, ... on the canvas of that step."""
-    model, canvases = Uniform(4), [torch.full((200, 30), 4)]
+    model, canvases, ages = Uniform(4), [torch.full((200, 30), 4)], []
     _, stats = tadm.sample(model, 200, 30, steps, K, generator=rng(),
-                           callback=lambda step, z, refreshed: canvases.append(z))
+                           callback=lambda step, z, age: (canvases.append(z), ages.append(age)))
+    assert ages == [j % K for j in range(steps)], "the anchor's age grows from 0 to K - 1"
     due = list(range(0, steps, K))
     assert stats["anchor_calls"] == len(model.refreshed) == len(due), "Algorithm 1: (T - i) mod K"
     assert stats["denoiser_calls"] == len(model.predicted) == steps
@@ -618,7 +619,7 @@ def frequencies(z, language):
 def test_one_token_at_a_time_reproduces_the_data():
     calls = []
     z, stats = tadm.sample(Posterior(LANGUAGE, 3), 20_000, 4, None, generator=rng(),
-                           callback=lambda step, z, refreshed: calls.append((z == 3).sum(1)))
+                           callback=lambda step, z, age: calls.append((z == 3).sum(1)))
     assert stats["steps"] == 4 and all((c == 3 - j).all() for j, c in enumerate(calls)), (
         "steps = None: exactly one token per step"
     )
@@ -642,7 +643,7 @@ def test_parallel_reveals_err_as_often_as_they_must(steps, K):
 def test_random_order_is_uniform():
     first = []
     tadm.sample(Uniform(2), 12_000, 6, None, generator=rng(),
-                callback=lambda step, z, refreshed: first.append((z != 2).float().mean(0)))
+                callback=lambda step, z, age: first.append((z != 2).float().mean(0)))
     for share in first[0]:
         close(share, 1 / 6, 0.015, "steps = None: the first token's place is uniform")
 
@@ -652,7 +653,7 @@ def test_prompt_is_held_fixed(steps, remask):
     prompt = torch.tensor([1, 5, 2, 5, 5, 3, 5, 5])
     seen = []
     z, stats = tadm.sample(Uniform(5), 50, 8, steps, 2, prompt=prompt, remask=remask,
-                           generator=rng(), callback=lambda step, z, refreshed: seen.append(z))
+                           generator=rng(), callback=lambda step, z, age: seen.append(z))
     for canvas in seen:
         assert (canvas[:, prompt != 5] == prompt[prompt != 5]).all(), f"{remask} remasks the prompt"
     assert (z < 5).all() and len(z.unique(dim=0)) > 10
@@ -662,7 +663,7 @@ def test_prompt_is_held_fixed(steps, remask):
 def test_visible_tokens_are_carried_over():
     seen = []
     tadm.sample(random_model(), 20, 6, 10, 3, generator=rng(),
-                callback=lambda step, z, refreshed: seen.append(z))
+                callback=lambda step, z, age: seen.append(z))
     for before, after in itertools.pairwise(seen):
         assert (after[before != 11] == before[before != 11]).all(), "SUBS: carried over by z_t"
 
@@ -1028,13 +1029,12 @@ def test_watch_draws_the_canvas(capsys):
     tokenizer = train_toy.Tokenizer([train_toy.END, "One", " day"])
     watch = sample_script.Watch(tokenizer, [3, 3, 2, 2], 9, 0.0)
     watch.terminal = True
-    watch(0, torch.tensor([[1, 3, 3, 2]]), True)
+    watch(0, torch.tensor([[1, 3, 3, 2]]), 0)
     head, body = capsys.readouterr().out.split("\n")[:2]
     assert "step    1/9" in head and "age   0" in head and watch.mark in head
     cells = re.findall(r"\x1b\[0;([\d;]+)m([^\x1b]*)", body)
-    block = f" {watch.block * 3}"
-    assert cells == [("1;92", "One"), ("2", block), ("31", block), ("0", " day")]
-    watch(1, torch.tensor([[1, 3, 3, 2]]), False)
+    assert cells == [("1;92", "One"), ("2", watch.block), ("31", watch.block), ("0", " day")]
+    watch(1, torch.tensor([[1, 3, 3, 2]]), 1)
     head = capsys.readouterr().out.split("\n")[0]
     assert "age   1" in head and watch.mark not in head
 

@@ -458,12 +458,13 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             optimizer.load_state_dict(checkpoint["optimizer"])
         except (LookupError, TypeError, ValueError, RuntimeError):
             raise UserError(f"{path} is damaged: its parts are missing or do not fit") from None
-        if start >= args.steps:
-            print(f"{path} has {start} steps already: to train on, raise --steps")
+        print(f"resuming {path} at step {start}"
+              + ", which was its last: raise --steps to train on" * (start >= args.steps))
     for layer in model.modules() if args.compile else ():
         if isinstance(layer, tadm.Block):
             layer.compile()
-    n_weights = sum(p.numel() for name, p in model.named_parameters())
+    spare = "anchor_head" if args.model == "tadm" and args.gamma == 0 else "-"  # never used then
+    n_weights = sum(p.numel() for name, p in model.named_parameters() if spare not in name)
     print(f"{args.model}: {args.n_anchor} + {args.n_denoiser} layers, d = {args.d_model}, "
           f"L = {args.seq_len}, V = {config.vocab_size}, {n_weights:,} weights; "
           f"{len(x_train):,} canvases to train on, {len(x_val):,} to validate")
@@ -565,40 +566,39 @@ def report(model, x_val, tokenizer, args):
     """Print the closing table, three samples and the command to try next."""
     L, n = args.seq_len, 64
     T, x, device = 2 * L, x_val[:512], x_val.device
-    single = max(1, args.n_anchor) * T  # layer calls of a single-stage model of the anchor's depth
-    nats = tadm.bound(model, x, None, generator=step_generator(0, 0, device)).mean()
-    print(f"\nbound on {len(x)} validation canvases, T -> infinity, fresh anchors: "
-          f"{nats:.4f} nats/token")
-    if args.data == "stories":
-        print(f"true entropy of the stories:                                  "
-              f"{story_entropy() / L:.4f} nats/token")
-    print(f"\nT = {T} reverse steps, anchor refreshed every K; {n} canvases sampled together\n"
-          "  K   bound nats/token   layer calls   tokens/s   speed-up"
-          + "   valid stories" * (args.data == "stories"))
-    first = None
+    single = args.n_anchor or args.n_denoiser  # layers of a single-stage model of that depth
+    stories = args.data == "stories"
+    nats = tadm.bound(model, x, None, generator=step_generator(0, 0, device))
+    print(f"\nbound on {len(x)} validation canvases, T -> infinity, fresh anchors: {nats.mean():.4f} "
+          f"+- {nats.std() / math.sqrt(len(x)):.4f} nats/token")
+    if stories:
+        print(f"true entropy of the built-in stories: {story_entropy() / L:.4f} nats/token")
+    print(f"\nT = {T} reverse steps, anchor refreshed every K steps; {n} canvases sampled together;\n"
+          f"layer calls per step relative to a single-stage model of {single} layers; "
+          "the same noise for every K\n"
+          "  K   bound nats/token   layer calls   tokens/s   speed-up" + "   valid stories" * stories)
+    slowest = None
     for K in (1,) if args.model == "mdlm" else (1, 2, 4, 8):
-        nats = tadm.bound(model, x, T, K, step_generator(0, 0, device), draws=8).mean()
+        nats = tadm.bound(model, x, T, K, step_generator(0, 0, device)).mean()
         begin = time.time()
-        z, stats = tadm.sample(model, n, L, T, K, generator=step_generator(args.seed, K, device))
+        z, stats = tadm.sample(model, n, L, T, K, generator=step_generator(args.seed, 0, device))
         speed = z.numel() / (time.time() - begin)
-        first = first or speed
-        row = f"{K:>3} {nats:>18.4f} {stats['layer_calls'] / single:>12.2f}x {speed:>10,.0f}"
-        row += f" {speed / first:>9.2f}x"
-        if args.data == "stories":
-            row += f" {valid_share(z, tokenizer):>15.0%}"
-        print(row, flush=True)
-    print(f"layer calls: per step, relative to a single-stage model of {args.n_anchor} layers\n")
+        slowest = slowest or speed
+        print(f"{K:>3} {nats:>18.4f} {stats['layer_calls'] / single / T:>12.2f}x {speed:>10,.0f} "
+              f"{speed / slowest:>9.2f}x"
+              + f" {valid_share(z, tokenizer):>15.0%}" * stories, flush=True)
+    print()
     for row in z[:3].tolist():
         print(f"sample (K = {K}): {tokenizer.decode(row)}\n")
-    path = Path(args.out) / f"{args.model}.pt"
-    print(f"now try: python sample.py {path} --watch")
+    print(f"now try: python sample.py {Path(args.out) / args.model}.pt --watch")
 
 
 # ----------------------------------------------------------------------------------- main
 
 
 def run(argv):
-    args, checkpoint = settings(parse(argv))
+    given = parse(argv)
+    args, checkpoint = settings(given)
     sizes(args, 1)  # what is wrong with the options is said before the data is read
     checkpoint_path(args)
     device = pick_device(args.device)
@@ -608,7 +608,8 @@ def run(argv):
         if checkpoint:
             raise
         print(f"{e}: training on the built-in stories instead", file=sys.stderr)
-        args.data, args.seq_len = "stories", None
+        given.pop("seq_len", None)
+        args, _ = settings(given | {"data": "stories"})
         x_train, x_val, tokenizer = load_data(args)
     x_train, x_val = x_train.to(device), x_val.to(device)
     model = train(args, checkpoint, x_train, x_val, tokenizer)
@@ -635,7 +636,7 @@ def shielded(run, program, argv=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        print(f"{program}: stopped", file=sys.stderr)
+        print(f"\n{program}: stopped", file=sys.stderr)
         return 130
     print(f"{program}: {' '.join(error.split())}", file=sys.stderr)
     return 2
