@@ -265,7 +265,7 @@ def load_data(args):
 
 PRESETS = {  # for a 2-core CPU, and for one consumer GPU with 8 GB
     "cpu": {"seq_len": 96, "d_model": 64, "n_heads": 2, "n_anchor": 6, "n_denoiser": 2,
-            "vocab_size": 4096, "batch_size": 32, "lr": 3e-3, "steps": 4000, "dtype": "float32"},
+            "vocab_size": 4096, "batch_size": 32, "lr": 3e-3, "steps": 3500, "dtype": "float32"},
     "gpu": {"seq_len": 256, "d_model": 384, "n_heads": 6, "n_anchor": 6, "n_denoiser": 2,
             "vocab_size": 8192, "batch_size": 64, "lr": 1e-3, "steps": 20_000, "dtype": "bfloat16"},
 }
