@@ -465,8 +465,8 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             layer.compile()
     spare = "anchor_head" if args.model == "tadm" and args.gamma == 0 else "-"  # never used then
     n_weights = sum(p.numel() for name, p in model.named_parameters() if spare not in name)
-    print(f"{args.model}: {args.n_anchor} + {args.n_denoiser} layers, d = {args.d_model}, "
-          f"L = {args.seq_len}, V = {config.vocab_size}, {n_weights:,} weights; "
+    print(f"preset {args.preset}, {args.model}: {args.n_anchor} + {args.n_denoiser} layers, "
+          f"d = {args.d_model}, L = {args.seq_len}, V = {config.vocab_size}, {n_weights:,} weights; "
           f"{len(x_train):,} canvases to train on, {len(x_val):,} to validate")
 
     # Staleness as in C.2: K in {1, 2, 4, 8}, T from L/8 to 4L. ADLM: fresh anchors only.
@@ -570,7 +570,7 @@ def report(model, x_val, tokenizer, args):
     stories = args.data == "stories"
     nats = tadm.bound(model, x, None, generator=step_generator(0, 0, device))
     print(f"\nbound on {len(x)} validation canvases, T -> infinity, fresh anchors: {nats.mean():.4f} "
-          f"+- {nats.std() / math.sqrt(len(x)):.4f} nats/token")
+          f"+- {nats.std(correction=0) / math.sqrt(len(x)):.4f} nats/token")
     if stories:
         print(f"true entropy of the built-in stories: {story_entropy() / L:.4f} nats/token")
     print(f"\nT = {T} reverse steps, anchor refreshed every K steps; {n} canvases sampled together;\n"
