@@ -246,14 +246,18 @@ def load_data(args):
         cut = max(1, len(words) // L // 20) * L
         train, val, limit = ["".join(words[cut:])], ["".join(words[:cut])], None
     tokenizer = Tokenizer.train(tqdm(train, "counting words", leave=False), args.vocab_size, limit)
-    rows = []
-    for story in tqdm(train, "encoding", leave=False):
-        ids = tokenizer.encode(story, limit)
-        rows += [ids[i : i + L] for i in range(0, len(ids), L)]
+
+    def windows(stories):
+        for story in stories:
+            ids = tokenizer.encode(story, limit)
+            yield from (ids[i : i + L] for i in range(0, len(ids), L))
+
+    rows = list(windows(tqdm(train, "encoding", leave=False)))
     n_train = len(rows)
-    for story in val:  # a character that the training text does not have is left out
-        ids = tokenizer.encode("".join(c for c in story if c in tokenizer.ids), limit)
-        rows += [ids[i : i + L] for i in range(0, len(ids), L)]
+    # characters that the training text does not have are left out of the validation text
+    rows += windows("".join(c for c in story if c in tokenizer.ids) for story in val)
+    if len(rows) == n_train:
+        raise UserError(f"the data file {args.data} is too short: no story is left to validate")
     x = np.zeros((len(rows), L), dtype=np.int64)  # 0 is the end token
     for i, row in enumerate(rows):
         x[i, : len(row)] = row
