@@ -284,6 +284,13 @@ def sample_times(batch_size, refresh_choices, steps_choices, generator=None, dev
 # ------------------------------------------------------------------------- 3. loss and bound
 
 
+def _weighted_ce(logits, x, masked, t):
+    """(1/L) sum over masked l of CE_l / t: (B,) nats per token. logits: (N, V) at masked (B, L)."""
+    ce = F.cross_entropy(logits.float(), x[masked], reduction="none")  # float32 under autocast too
+    row = masked.nonzero()[:, 0]
+    return torch.zeros_like(t).index_add(0, row, ce / t[row]) / x.shape[1]
+
+
 def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
     """Training loss: the T-ANELBO (Theorem 5.1) for T -> infinity, a scalar in nats per token.
 
@@ -307,13 +314,6 @@ def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
         logits = model.anchor_logits(cache, masked)
         loss = loss + gamma * _weighted_ce(logits, x, masked, t_stale).mean()
     return loss
-
-
-def _weighted_ce(logits, x, masked, t):
-    """(1/L) sum over masked l of CE_l / t: (B,) nats per token. logits: (N, V) at masked (B, L)."""
-    ce = F.cross_entropy(logits.float(), x[masked], reduction="none")  # float32 under autocast too
-    row = masked.nonzero()[:, 0]
-    return torch.zeros_like(t).index_add(0, row, ce / t[row]) / x.shape[1]
 
 
 @torch.no_grad()

@@ -224,16 +224,15 @@ def load_data(args):
     if args.data == "stories":
         rng = random.Random(0)
         stories = [write_story(rng) for _ in tqdm(range(N_STORIES), "writing stories", leave=False)]
+        longest = max(len(PIECE.findall(story)) for story in stories)
+        args.seq_len = args.seq_len or longest
+        if args.seq_len < longest:
+            raise UserError(f"the built-in stories need --seq-len {longest} or more")
     elif args.data == "tinystories":
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tadm-toy"
         stories = read_stories(download(**TINYSTORIES, folder=cache))[1:]  # begins mid-story
     else:
         stories = read_stories(args.data)
-    if args.data == "stories":
-        longest = max(len(PIECE.findall(story)) for story in stories)
-        args.seq_len = args.seq_len or longest
-        if args.seq_len < longest:
-            raise UserError(f"the built-in stories need --seq-len {longest} or more")
     L = args.seq_len
     if len(stories) > 1:
         train, val = [s for i, s in enumerate(stories) if i % 20], stories[::20]
