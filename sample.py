@@ -34,6 +34,7 @@ def parse(argv):
     add("--remask", choices=tadm.REMASK, default="none", help="ReMDM schedule (default none)")
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="default 0")
     add("--prompt", default="", help="how the text begins; ___ or [MASK] hides one token in it")
+    add("--naive", action="store_true", help="reuse a post-trained model's anchor without its fusion")
     add("--watch", action="store_true", help="show the first canvas step by step")
     add("--device", default="auto", help="auto (default) or a name that torch knows")
     return parser.parse_args(argv)
@@ -92,7 +93,9 @@ def run(argv):
     args = parse(argv)
     device = pick_device(args.device)
     model, tokenizer = build(load_checkpoint(args.checkpoint), device)
-    seq_len = model.config.seq_len
+    if args.naive and not isinstance(model, tadm.PostTrained):
+        raise UserError("--naive needs a post-trained model: leave it out")
+    model.naive, seq_len = args.naive, model.config.seq_len
     if args.one_by_one and args.remask != "none":
         raise UserError("--remask needs a number of steps: leave --one-by-one out")
     steps = None if args.one_by_one else args.steps or 2 * seq_len

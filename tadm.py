@@ -1,15 +1,15 @@
 """Time-Anchored Diffusion Language Models (TADM, arXiv 2609.37924) in one file.
 
-A masked diffusion language model starts from a canvas of mask tokens and reveals them in T reverse
-steps. The usual model runs its whole network at every step. TADM splits it:
+A masked diffusion language model starts from a canvas of masks and reveals tokens in T reverse steps.
+The usual model runs its whole network at every step. TADM splits it (Eq. 7-10):
 
     c = S(z_t)                  token embedding, the shared part: cheap, every step
     h = A(S(z_t'))              anchor network: expensive, every K-th step, then reused (stale)
     h_fused = Phi(c, h)         gated fusion: corrects the stale h with the current c, every step
     logits = D(h_fused)         denoiser, a few layers: every step
 
-It is trained on anchors that are stale on purpose, so reusing them at sampling time costs little.
-So every model in this file is a pair of methods, and nothing else is asked of a model:
+It is trained on anchors that are stale on purpose, so that reusing them costs little.
+Every model in this file is a pair of methods, and nothing else is asked of a model:
 
     cache = model.refresh(z)            # expensive: once every K steps
     logits = model.predict(z, cache)    # cheap: every step; (B, L, V), real tokens only
@@ -20,19 +20,16 @@ Notation            paper         here
     still visible       alpha_t       1 - t      (log-linear schedule: t is the masked share)
     diffusion time      t, s          t, s       (B,) float32 in [0, 1]; s = t - 1/T
     anchor's time       t' >= t       t_stale
-    refresh interval    K             refresh_every
-    cache age           k             0..K-1 steps
+    refresh interval    K             refresh_every; the cache has age k = 0..K-1 steps
     reverse steps       T             steps
     remasking           sigma_t       sigma
-    anchor supervision  gamma         gamma
 
-Losses and bounds are in nats per token. Scaled down from the paper: 6 anchor and 2 denoiser layers
-(12 and 6 there), and tens of words where the paper has a thousand tokens. Left out: time
-conditioning (off in the paper too), dropout, distributed training.
+Losses and bounds are in nats per token. Scaled down: 6 anchor and 2 denoiser layers (12 and 6 in the
+paper), tens of words for its thousand tokens. Left out: time conditioning (off there too), dropout.
 """
 
-import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -53,15 +50,12 @@ class Config:
     n_denoiser: int = 2  # layers of D; MDLM has n_anchor + n_denoiser layers in one stack
 
     def __post_init__(self):
-        for name in ("vocab_size", "seq_len", "d_model", "n_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if min(self.vocab_size, self.seq_len, self.d_model, self.n_heads) < 1:
+            raise ValueError("vocab_size, seq_len, d_model and n_heads must be at least 1")
         if min(self.n_anchor, self.n_denoiser) < 0 or self.n_anchor + self.n_denoiser < 1:
             raise ValueError("n_anchor and n_denoiser must not be negative, nor both zero")
         if self.d_model % (2 * self.n_heads):
-            raise ValueError(
-                f"d_model ({self.d_model}) must be divisible by 2 * n_heads ({2 * self.n_heads})"
-            )
+            raise ValueError(f"d_model must be divisible by 2 * n_heads, {2 * self.n_heads}")
 
 
 class Block(nn.Module):
@@ -71,47 +65,38 @@ class Block(nn.Module):
         super().__init__()
         d, self.n_heads = config.d_model, config.n_heads
         self.scale = (config.n_anchor + config.n_denoiser) ** -0.5  # the sum of all layers stays O(1)
-        self.norm_attn = nn.LayerNorm(d)
-        self.qkv = nn.Linear(d, 3 * d, bias=False)
-        self.norm_q = nn.LayerNorm(d // config.n_heads, bias=False)
-        self.norm_k = nn.LayerNorm(d // config.n_heads, bias=False)
-        self.out = nn.Linear(d, d, bias=False)
-        self.norm_mlp = nn.LayerNorm(d)
-        self.up = nn.Linear(d, 4 * d)
-        self.down = nn.Linear(4 * d, d)
-        half = d // config.n_heads // 2
+        self.norm_attn, self.norm_mlp = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.norm_q, self.norm_k = (nn.LayerNorm(d // self.n_heads, bias=False) for _ in range(2))
+        self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+        half = d // self.n_heads // 2
         angle = torch.outer(torch.arange(config.seq_len), 10000.0 ** (-torch.arange(half) / half))
         self.register_buffer("rotary", torch.stack([angle.cos(), angle.sin()]), persistent=False)
-
-    def rotate(self, v):
-        """Rotary positions: turn each pair of channels of v (B, heads, L, d/heads) by its angle."""
-        cos, sin = self.rotary[:, : v.shape[-2]].to(v.dtype)
-        a, b = v.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
     def forward(self, x):
         B, L, d = x.shape
         qkv = self.qkv(self.norm_attn(x)).view(B, L, 3, self.n_heads, d // self.n_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, L, d/heads)
-        q, k = self.rotate(self.norm_q(q)), self.rotate(self.norm_k(k))
-        y = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.scale * self.out(y.transpose(1, 2).reshape(B, L, d))
+        a, b = torch.stack([self.norm_q(q), self.norm_k(k)]).chunk(2, dim=-1)
+        cos, sin = self.rotary[:, :L]  # rotary positions: turn each pair of channels by its angle
+        q, k = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, L, d)
+        x = x + self.scale * self.out(y)
         return x + self.scale * self.down(F.gelu(self.up(self.norm_mlp(x))))
 
 
 class GatedFusion(nn.Module):
     """Correct a stale anchor h with the current shallow state c, token by token (Eq. 57-59).
 
-    c, h: (B, L, d), the embedding of z_t and the cached anchor of z_t'. Returns h_fused (B, L, d).
-    The last layer starts at zero, so an untrained fusion returns LN(h) and ignores c.
+    c, h: (B, L, d), the embedding of z_t and the cached anchor of z_t'. Returns h_fused (B, L, d):
+    at the start LN(h), whatever c is, as the last layer starts at zero.
     """
 
     def __init__(self, d_model):
         super().__init__()
         self.norm_c, self.norm_h, self.norm_out = (nn.LayerNorm(d_model) for _ in range(3))
         self.gate = nn.Linear(2 * d_model, d_model)
-        self.up = nn.Linear(2 * d_model, 4 * d_model)
-        self.down = nn.Linear(4 * d_model, d_model)
+        self.up, self.down = nn.Linear(2 * d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
@@ -123,10 +108,10 @@ class GatedFusion(nn.Module):
 
 
 class DiffusionLM(nn.Module):
-    """What TADM, ADLM and MDLM below share: the embedding S, the head and `predict`.
+    """What the models below share: the embedding S, the head and `predict`.
 
     The embedding has V + 1 rows and the head V outputs: the mask token can be read, never written.
-    Each model sets `depths`: the layers that its refresh and its predict run, for the statistics.
+    Each model's `depths` are the layers that its refresh and its predict run, for the statistics.
     """
 
     def __init__(self, config):
@@ -134,35 +119,24 @@ class DiffusionLM(nn.Module):
         self.config, self.mask_id = config, config.vocab_size
         self.token = nn.Embedding(config.vocab_size + 1, config.d_model)
         self.position = nn.Parameter(torch.empty(config.seq_len, config.d_model))
-        self.norm = nn.LayerNorm(config.d_model)
-        self.head = nn.Linear(config.d_model, config.vocab_size)
-        # Large embeddings stay legible in the sum that the layers add to, and a large gain lets
-        # small changes of that sum reach the logits: with both, facts are copied far sooner.
-        nn.init.normal_(self.token.weight, std=0.8)
-        nn.init.normal_(self.position, std=0.8)
-        nn.init.constant_(self.norm.weight, 8.0)
+        self.norm, self.head = nn.LayerNorm(config.d_model), nn.Linear(config.d_model, self.mask_id)
+        for p in (self.token.weight, self.position):
+            nn.init.normal_(p, std=0.8)  # legible in the sum that the layers add to
+        nn.init.constant_(self.norm.weight, 8.0)  # small changes of that sum reach the logits
 
     def stack(self, n_layers):
         return nn.Sequential(*[Block(self.config) for _ in range(n_layers)])
 
     def embed(self, z):
-        """S: (B, L) int64 -> (B, L, d). Rotary positions are relative: on a canvas of masks only they
-        cannot tell the first place from the last, so learned ones are added here.
-
-        Raises ValueError for a canvas longer than seq_len.
-        """
+        """S: (B, L) int64 -> (B, L, d). Positions are learned, as rotary ones are relative: they
+        cannot tell the first mask from the last. Raises ValueError for a canvas beyond seq_len."""
         if z.shape[1] > self.config.seq_len:
-            raise ValueError(f"canvas of {z.shape[1]} tokens, the model's seq_len is "
-                             f"{self.config.seq_len}")
+            raise ValueError(f"canvas of {z.shape[1]} tokens, seq_len is {self.config.seq_len}")
         return self.token(z) + self.position[: z.shape[1]]
-
-    def hidden(self, z, cache):
-        """The state (B, L, d) that the head reads."""
-        raise NotImplementedError
 
     def predict(self, z, cache):
         """Logits (B, L, V) for x given z (B, L) and a cache; only those at masked z are used."""
-        return self.head(self.hidden(z, cache))
+        return self.head(self.hidden(z, cache))  # each model has its own hidden state (B, L, d)
 
 
 class TADM(DiffusionLM):
@@ -189,10 +163,7 @@ class TADM(DiffusionLM):
 
 
 class ADLM(DiffusionLM):
-    """The predecessor (arXiv 2505.18456): the denoiser reads only the anchor's logits, never z.
-
-    The logits' projection to d channels is cached with them: same numbers, less work per step.
-    """
+    """The predecessor (arXiv 2505.18456): the denoiser reads only the anchor's logits, never z."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -205,7 +176,7 @@ class ADLM(DiffusionLM):
 
     def refresh(self, z):
         y = self.anchor_head(self.anchor_norm(self.anchor(self.embed(z))))  # (B, L, V)
-        return y, self.project(y)
+        return y, self.project(y)  # both cached: same numbers as projecting at every step
 
     def hidden(self, z, cache):
         return self.norm(self.denoiser(cache[1]))
@@ -266,29 +237,29 @@ def sample_times(batch_size, refresh_choices, steps_choices, generator=None, dev
     t ~ U(1e-3, 1), "antithetic": one row in each of B equal strata, in random order. K and T are
     drawn per row from the two lists, the age k from 0..K-1, and t' = min(1, t + k/T).
     """
-
-    def uniform():
-        return torch.rand(batch_size, device=device, generator=generator)
-
-    def pick(choices):
-        choices = torch.tensor(choices, device=device)
-        return choices[(uniform() * len(choices)).long()]
-
-    strata = uniform().argsort()
-    t = 1e-3 + (1 - 1e-3) * (strata + uniform()) / batch_size
-    refresh_every, steps = pick(refresh_choices), pick(steps_choices)
-    age = (uniform() * refresh_every).long()
+    u = torch.rand(5, batch_size, device=device, generator=generator)
+    t = 1e-3 + (1 - 1e-3) * (u[0].argsort() + u[1]) / batch_size
+    refresh_every = torch.tensor(refresh_choices, device=device)[(u[2] * len(refresh_choices)).long()]
+    steps = torch.tensor(steps_choices, device=device)[(u[3] * len(steps_choices)).long()]
+    age = (u[4] * refresh_every).long()
     return t, (t + age / steps).clamp(max=1)
 
 
 # ------------------------------------------------------------------------- 3. loss and bound
 
 
-def _weighted_ce(logits, x, masked, t):
-    """(1/L) sum over masked l of CE_l / t: (B,) nats per token. logits: (N, V) at masked (B, L)."""
-    ce = F.cross_entropy(logits.float(), x[masked], reduction="none")  # float32 under autocast too
+def _weighted_ce(logits, x, masked, t, teacher=None, ce=1.0, kl=1.0):
+    """(1/L) sum over masked l of CE_l / t: (B,) nats per token. logits: (N, V) at masked (B, L).
+
+    Given the logits (N, V) of a teacher, ce * CE + kl * KL(teacher || model) takes the place of CE.
+    """
+    log_q = logits.float().log_softmax(-1)  # float32 under autocast too
+    loss = F.nll_loss(log_q, x[masked], reduction="none")
+    if teacher is not None:
+        log_p, log_q = (v.clamp_min(-1e4) for v in (teacher.float().log_softmax(-1), log_q))
+        loss = ce * loss + kl * (log_p.exp() * (log_p - log_q)).sum(-1)
     row = masked.nonzero()[:, 0]
-    return torch.zeros_like(t).index_add(0, row, ce / t[row]) / x.shape[1]
+    return torch.zeros_like(t).index_add(0, row, loss / t[row]) / x.shape[1]
 
 
 def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
@@ -303,31 +274,29 @@ def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
     # 2. Predict, at the positions masked in z_t; the others are carried over and cost nothing.
     cache = model.refresh(z_stale)
     masked = z_t == model.mask_id
-    logits = logits_at(model, z_t, cache, masked)
     # 3. Weight 1/t, divide by all B * L tokens, not by the masked ones.
-    loss = _weighted_ce(logits, x, masked, t).mean()
+    loss = _weighted_ce(logits_at(model, z_t, cache, masked), x, masked, t).mean()
     # 4. The same on the anchor's own prediction, at the positions masked in z_t', weight 1/t'.
     if gamma > 0:
         if not hasattr(model, "anchor_logits"):
             raise ValueError("gamma > 0 needs a model with an anchor: this one has none")
         masked = z_stale == model.mask_id
         logits = model.anchor_logits(cache, masked)
-        loss = loss + gamma * _weighted_ce(logits, x, masked, t_stale).mean()
+        loss += gamma * _weighted_ce(logits, x, masked, t_stale).mean()
     return loss
 
 
 @torch.no_grad()
-def bound(model, x, steps, refresh_every=1, generator=None, draws=8):
-    """Estimate the bound on -log p(x), (B,) float32 in nats per token, without bias.
+def bound(model, x, steps, refresh_every=1, generator=None, draws=8, teacher=None):
+    """Estimate the bound on -log p(x), (B,) float32 in nats per token, without bias. x: (B, L) int64.
 
     steps = T: the T-step bound of sampling with a cache refreshed every K steps. Step i = T..1 has
     t = i/T, weight lambda = 1/i on each masked token, and an anchor of age (T - i) mod K, drawn on
     the same trajectory. The sum over i is T times the mean over a random i: weight T/i = 1/t. As
-    alpha_0 = 1 there is no reconstruction term.
-    steps = None: T -> infinity with a fresh anchor. The integral over t then makes the number of
-    masks n uniform on 1..L and the weight L/n; drawing n itself avoids the tails of 1/t.
-    draws: levels i (or n) per row, one in each of that many strata. x: (B, L) int64.
-    Raises ValueError unless steps, refresh_every and draws are at least 1.
+    alpha_0 = 1 there is no reconstruction term. steps = None: T -> infinity, fresh anchors; the
+    integral over t makes the number of masks n uniform on 1..L, with weight L/n, and is drawn so.
+    draws: levels i (or n) per row, one in each of that many strata. teacher: a model; its
+    KL(teacher || model) then takes the place of -log p. Raises ValueError for values below 1.
     """
     if min(refresh_every, draws, 1 if steps is None else steps) < 1:
         raise ValueError("steps, refresh_every and draws must be at least 1")
@@ -347,7 +316,8 @@ def bound(model, x, steps, refresh_every=1, generator=None, draws=8):
             z_stale = corrupt_further(z_t, t, t_stale, model.mask_id, generator)
         masked = z_t == model.mask_id
         logits = logits_at(model, z_t, model.refresh(z_stale), masked)
-        total += _weighted_ce(logits, x, masked, t)
+        wanted = teacher and logits_at(teacher, z_t, teacher.refresh(z_t), masked)
+        total += _weighted_ce(logits, x, masked, t, wanted, ce=0.0)
     return total / draws
 
 
@@ -360,33 +330,27 @@ def remask_schedule(kind, t, s, eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
     """The step from t down to s under a ReMDM schedule: (alpha_t, alpha_s, sigma), floats.
 
     none: sigma = 0. cap: min(eta, sigma_max), eta = 0.04 unless given. rescale: eta * sigma_max.
-    conf: sigma_max, which `sample` splits over the tokens by confidence. loop, from t = 1 down to
-    0: alpha rises to alpha_on at t_on, stays there with sigma = eta (0.02) down to t_off, and then
-    rises to 1.
-    Raises ValueError for an unknown kind or values out of range.
+    conf: sigma_max, which reverse_step splits over the tokens by confidence. loop, from t = 1 down
+    to 0: alpha rises to alpha_on at t_on, stays there with sigma = eta (0.02) down to t_off, and
+    then rises to 1. Raises ValueError for an unknown kind or values out of range.
     """
-    if kind not in REMASK:
-        raise ValueError(f"remask must be one of {', '.join(REMASK)}, got {kind!r}")
     eta = (0.02 if kind == "loop" else 0.04) if eta is None else eta
-    if not 0 <= eta <= 1:
-        raise ValueError(f"eta must lie in [0, 1], got {eta}")
+    if kind not in REMASK or not 0 <= eta <= 1:
+        raise ValueError(f"no such schedule: remask {kind!r} of {REMASK}, eta {eta} of [0, 1]")
     if kind != "loop":
         alpha_t, alpha_s = 1 - t, 1 - s
         sigma_max = min(1, (1 - alpha_s) / max(alpha_t, 1e-9))
         sigma = {"none": 0, "cap": min(eta, sigma_max), "rescale": eta * sigma_max}
         return alpha_t, alpha_s, sigma.get(kind, sigma_max)
     if not (0 < t_off < t_on < 1 and 0 < alpha_on < 1 and eta <= (1 - alpha_on) / alpha_on):
-        raise ValueError(
-            "loop needs 0 < t_off < t_on < 1, 0 < alpha_on < 1 and eta <= (1 - alpha_on) / alpha_on"
-        )
+        raise ValueError("loop needs 0 < t_off < t_on < 1 and eta <= (1 - alpha_on) / alpha_on")
 
     def alpha(time):
         if time > t_on:
             return alpha_on * (1 - time) / (1 - t_on)
         return alpha_on if time > t_off else 1 - (1 - alpha_on) * time / t_off
 
-    sigma = eta if t_off <= s and t <= t_on else 0
-    return alpha(t), alpha(s), sigma
+    return alpha(t), alpha(s), eta if t_off <= s and t <= t_on else 0
 
 
 def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
@@ -395,49 +359,46 @@ def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
     Temperature 0 takes the likeliest. Nucleus: the likeliest tokens until their sum reaches top_p,
     the one that crosses it included; top_p = 0 takes the likeliest, top_p = 1 changes nothing.
     """
-    logits = logits.float()
-    greedy = temperature < 1e-6
-    probs = (logits if greedy else logits / temperature).softmax(dim=-1)
-    if greedy:
-        ids = logits.argmax(dim=-1)
-    else:
-        weights = probs
-        if top_p < 1:
-            ranked, index = probs.sort(dim=-1, descending=True, stable=True)
-            outside = ranked.cumsum(dim=-1) - ranked >= top_p  # reached before this token
-            outside[:, 0] = False
-            weights = probs.scatter(1, index, ranked.masked_fill(outside, 0.0))
-        ids = torch.multinomial(weights, 1, generator=generator).squeeze(1)
-    return ids, probs.gather(1, ids[:, None]).squeeze(1)
+    if temperature < 1e-6:
+        temperature, top_p = 1.0, 0.0
+    weights = probs = (logits.float() / temperature).softmax(dim=-1)
+    if top_p < 1:
+        ranked, index = probs.sort(dim=-1, descending=True, stable=True)
+        outside = ranked.cumsum(dim=-1) - ranked >= top_p  # reached before this token
+        outside[:, 0] = False
+        weights = probs.scatter(1, index, ranked.masked_fill(outside, 0.0))
+    ids = torch.multinomial(weights, 1, generator=generator)
+    return ids[:, 0], probs.gather(1, ids)[:, 0]
 
 
 def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, reveal=None,
-                 confidence=None, temperature=1.0, top_p=1.0, generator=None):
+                 confidence=None, by_confidence=False, temperature=1.0, top_p=1.0, generator=None):
     """One reverse step from z_t (B, L) to z_s (B, L), Eq. 17 with remasking.
 
     A masked token is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t), and
     only then drawn from softmax(logits): the same law as one draw over V tokens and the mask.
     A visible token is remasked with probability sigma and otherwise stays what it is.
 
-    logits: (B, L, V), or a function that gets a (B, L) bool and returns the logits (N, V) there; it
-    is only called if a token is revealed. alpha_t <= alpha_s: floats. sigma: float or (B, L), cut
-    to its largest valid value min(1, (1 - alpha_s) / alpha_t). fixed: (B, L) bool, never remasked.
-    reveal: (B, L) bool, the masked tokens to reveal instead of the random choice.
-    confidence: (B, L) float, updated in place with the probability of each revealed token.
+    logits: (B, L, V), or a function of a (B, L) bool that returns those there, (N, V), called only
+    if a token is revealed. alpha_t, alpha_s, sigma: floats, (B, 1) or (B, L); sigma is cut to its
+    largest valid value. fixed: (B, L) bool, never remasked. reveal: (B, L) bool, the tokens to reveal
+    instead of the random choice. confidence: (B, L) float, updated in place with the probability of
+    each revealed token; by_confidence gives the doubtful ones more of sigma.
     Raises ValueError unless 0 <= alpha_t <= alpha_s <= 1 and alpha_t < 1.
     """
-    if not (0 <= alpha_t <= alpha_s <= 1 and alpha_t < 1):
+    as_tensor = partial(torch.as_tensor, dtype=torch.float32, device=z.device)
+    alpha_t, alpha_s, sigma = map(as_tensor, (alpha_t, alpha_s, sigma))
+    if not ((0 <= alpha_t) & (alpha_t <= alpha_s) & (alpha_s <= 1) & (alpha_t < 1)).all():
         raise ValueError(f"a step needs alpha_t <= alpha_s in [0, 1], got {alpha_t} and {alpha_s}")
-    sigma_max = min(1, (1 - alpha_s) / max(alpha_t, 1e-9))
-    sigma = torch.as_tensor(sigma, device=z.device).clamp(0, sigma_max)
-    u = torch.rand(z.shape, device=z.device, generator=generator)
     masked = z == mask_id
+    free = ~masked if fixed is None else ~masked & ~fixed
+    if by_confidence:
+        sigma = sigma * (-confidence).masked_fill(~free, -1e9).softmax(dim=1) * free
+    sigma = sigma.clamp_min(0).minimum(((1 - alpha_s) / alpha_t.clamp_min(1e-9)).clamp_max(1))
+    u = torch.rand(z.shape, device=z.device, generator=generator)
     p_reveal = (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t)  # exactly 1 in the last step
     reveal = masked & (u < p_reveal if reveal is None else reveal)
-    remask = ~masked & (u < sigma)
-    if fixed is not None:
-        remask &= ~fixed
-    z = z.masked_fill(remask, mask_id)
+    z = z.masked_fill(free & (u < sigma), mask_id)
     if reveal.any():
         at = logits(reveal) if callable(logits) else logits[reveal]
         z[reveal], prob = draw_tokens(at, temperature, top_p, generator)
@@ -454,27 +415,24 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
     steps = T, or None for one token per step in random order, the exact limit T -> infinity.
     refresh_every = K: the anchor network runs at steps 0, K, 2K, ...
     prompt: (L,) or (B, L) int64, mask_id where text is wanted; the rest is held fixed.
-    callback(step, z, age) is called after every step, with the age of the anchor in steps.
-    remask_options: see remask_schedule.
-    stats: the calls really made (anchor_calls, denoiser_calls, layer_calls) and steps. There is no
-    time input, so a step that reveals nothing needs no prediction, and an anchor that no prediction
-    reads needs no computing: both are skipped, which changes no token.
-    Raises ValueError for values out of range.
+    callback(step, z, age) is called after every step. remask_options: see remask_schedule.
+    stats: steps, and the calls really made (anchor_calls, denoiser_calls, layer_calls): as there is
+    no time input, a step that reveals nothing needs no prediction, and an anchor that no prediction
+    reads is never computed. That changes no token. Raises ValueError for values out of range.
     """
     if min(batch_size, seq_len, refresh_every, 1 if steps is None else steps) < 1:
         raise ValueError("batch_size, seq_len, steps and refresh_every must be at least 1")
-    if not (0 <= temperature < math.inf and 0 <= top_p <= 1):
+    if not (0 <= temperature < float("inf") and 0 <= top_p <= 1):
         raise ValueError("temperature must be 0 or more, and top_p must lie in [0, 1]")
     if steps is None and remask != "none":
         raise ValueError("remasking needs a number of steps")
     device = next((p.device for p in getattr(model, "parameters", tuple)()), torch.device("cpu"))
     z = torch.full((batch_size, seq_len), model.mask_id, device=device)
     if prompt is not None:
-        if prompt.shape not in (z.shape, z.shape[1:]):
-            raise ValueError(f"prompt must have shape {tuple(z.shape)} or {tuple(z.shape[1:])}")
-        if prompt.is_floating_point() or prompt.min() < 0 or prompt.max() > model.mask_id:
-            raise ValueError(f"prompt must hold integers from 0 to mask_id = {model.mask_id}")
-        z = z.copy_(prompt)
+        fits = prompt.shape in (z.shape, z.shape[1:]) and not prompt.is_floating_point()
+        if not fits or prompt.min() < 0 or prompt.max() > model.mask_id:
+            raise ValueError(f"prompt must hold {seq_len} integers from 0 to {model.mask_id}")
+        z.copy_(prompt)
     fixed = z != model.mask_id
     order = torch.rand(z.shape, device=device, generator=generator)
     order = order.masked_fill(fixed, 2.0).argsort(dim=1).argsort(dim=1)  # ranks: for steps = None
@@ -495,18 +453,10 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
         i = n_steps - j  # the paper counts steps down: i = T..1
         if j % refresh_every == 0:
             anchor_canvas = z  # the anchor is due: computed as soon as a prediction needs it
-        alpha_t, alpha_s, sigma = remask_schedule(
-            remask, i / n_steps, (i - 1) / n_steps, **remask_options
-        )
-        if remask == "conf":  # tokens revealed with little confidence are remasked first
-            free = (z != model.mask_id) & ~fixed
-            share = (-confidence).masked_fill(~free, -1e9).softmax(dim=1)
-            sigma = sigma * share * free
-        z = reverse_step(
-            z, logits, alpha_t, alpha_s, sigma, model.mask_id, fixed=fixed,
-            reveal=order == j if steps is None else None, confidence=confidence,
-            temperature=temperature, top_p=top_p, generator=generator,
-        )
+        schedule = remask_schedule(remask, i / n_steps, (i - 1) / n_steps, **remask_options)
+        z = reverse_step(z, logits, *schedule, model.mask_id, fixed=fixed, confidence=confidence,
+                         by_confidence=remask == "conf", reveal=order == j if steps is None else None,
+                         temperature=temperature, top_p=top_p, generator=generator)
         if callback is not None:
             callback(j, z, j % refresh_every)
     anchor, denoiser = getattr(model, "depths", (0, 0))
@@ -516,4 +466,132 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
 
 def layer_calls(config, steps, refresh_every):
     """Layers that TADM or ADLM run in T steps (Eq. 11, S has none): T L_D + ceil(T / K) L_A."""
-    return steps * config.n_denoiser + math.ceil(steps / refresh_every) * config.n_anchor
+    return steps * config.n_denoiser + -(-steps // refresh_every) * config.n_anchor
+
+
+# ------------------------------------------------------------------------- 5. post-training
+
+
+class PairedFusion(nn.Module):
+    """Correct the anchor of a finished model by what changed in its shallow state (Eq. 48-56).
+
+    c, c_cached: (B, L, d), shallow states of the current canvas and of the anchor's; h_cached, the
+    anchor: (B, L, d). Returns (B, L, d): h_cached exactly if c equals c_cached, as M is 0 then, and
+    at the start always. Attention carries a change at one place to all others.
+    """
+
+    def __init__(self, d_model, rank, n_heads=4):
+        super().__init__()
+        self.n_heads = n_heads
+        linear = partial(nn.Linear, bias=False)
+        self.reduce_c, self.reduce_h = linear(d_model, rank), linear(d_model, rank)  # W_C, W_H
+        self.qkv, self.out = linear(2 * rank, 3 * rank), linear(rank, rank)  # W_Q, W_K, W_V; W_O
+        self.mlp = nn.Sequential(linear(rank, 2 * rank), nn.SiLU(), linear(2 * rank, rank))
+        self.gate = nn.Sequential(linear(4 * rank, rank), nn.SiLU(), nn.Linear(rank, 1))
+        self.up = linear(rank, d_model)  # W_up
+        for layer in (self.reduce_c, self.reduce_h, self.qkv, self.out, self.mlp[0], self.mlp[2]):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)  # keeps an RMS of 1
+        nn.init.zeros_(self.up.weight)
+        nn.init.constant_(self.gate[-1].bias, -3.0)
+
+    def mix(self, z, u):  # phi(Z, U), (B, L, r) each (Eq. 50-51)
+        qkv = self.qkv(torch.cat([z, u], dim=-1)).unflatten(-1, (3, self.n_heads, -1))
+        y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
+        r = z + self.out(y.transpose(1, 2).flatten(2))
+        return r + self.mlp(r)
+
+    def remember(self, c_cached, h_cached):  # what stays the same until the next refresh
+        square = torch.stack([c_cached, h_cached]).square().mean(-1, keepdim=True)
+        s_c, s_h = (square + 1e-6).sqrt()  # Eq. 48: RMS per token
+        z_0, u = self.reduce_c(c_cached / s_c), self.reduce_h(h_cached / s_h)  # Eq. 49
+        return s_c, s_h, z_0, u, self.mix(z_0, u)
+
+    def forward(self, c, c_cached, h_cached, memory=None):
+        s_c, s_h, z_0, u, phi_0 = memory or self.remember(c_cached, h_cached)
+        z = self.reduce_c(c / s_c)
+        m = self.mix(z, u) - phi_0  # Eq. 52
+        g = torch.sigmoid(self.gate(torch.cat([u, z_0, z - z_0, m], dim=-1)))  # Eq. 53: one per token
+        return h_cached + g * s_h * self.up(m)  # Eq. 54
+
+
+class PostTrained(MDLM):
+    """A frozen copy of a trained MDLM, split in three, with a cache (Section 4).
+
+    S is the embedding and the first n_shared layers, D the last n_denoiser layers, the norm and the
+    head, A what lies between. Only the fusion has gradients. naive switches it off: the stale anchor
+    is used as it is (Table 6). Raises ValueError for an impossible split.
+    """
+
+    def __init__(self, base, n_shared, n_denoiser, rank, n_heads=4, naive=False):
+        super().__init__(base.config)
+        self.load_state_dict(base.state_dict())
+        self.requires_grad_(False)
+        n_anchor = len(self.blocks) - n_shared - n_denoiser
+        if min(n_shared, n_anchor - 1, n_denoiser) < 0:
+            raise ValueError(f"{len(self.blocks)} layers cannot be split like that")
+        self.split, self.naive = (n_shared, n_shared + n_anchor), naive
+        # A prediction on the anchor's own canvas takes S from the cache, a naive one always does.
+        cached = n_shared if naive else 0
+        self.depths = (n_anchor + cached, n_shared + n_denoiser - cached)
+        self.fusion = PairedFusion(base.config.d_model, rank, n_heads)
+
+    def shared(self, z):
+        return self.blocks[: self.split[0]](self.embed(z))
+
+    def refresh(self, z):
+        c = self.shared(z)
+        h = self.blocks[self.split[0] : self.split[1]](c)
+        return z, c, h, None if self.naive else self.fusion.remember(c, h)
+
+    def hidden(self, z, cache):
+        z_cached, c_cached, h, memory = cache
+        if not (self.naive or torch.equal(z, z_cached)):  # the same canvas needs no correction
+            if torch.is_grad_enabled():
+                memory = None  # a rollout's has no gradients
+            h = self.fusion(self.shared(z), c_cached, h, memory)
+        return self.norm(self.blocks[self.split[1] :](h))
+
+
+@torch.no_grad()
+def rollout(model, x, age, steps, remask="none", generator=None, **remask_options):
+    """Noise x, cache the anchor, and run the sampler for `age` steps with that anchor (Eq. 13).
+
+    x: (B, L) int64; age: (B,) int64, k per row; steps = T. Returns z (B, L) int64, the cache, and
+    the masked share t (B,) that the schedule gives z. Raises ValueError unless age < steps.
+    """
+    if age.max() >= steps:
+        raise ValueError(f"an age of {int(age.max())} needs more than {steps} steps")
+
+    def schedule(level):
+        rows = [remask_schedule(remask, i / steps, (i - 1) / steps, **remask_options)
+                for i in level.tolist()]
+        return torch.tensor(rows, device=x.device).T[..., None]  # (3, B, 1)
+
+    t = sample_times(len(x), [1], [1], generator, x.device)[0]
+    level = (t * steps + 0.5).long().clamp(max=steps).maximum(age + 1)  # i_a, on the grid
+    z = corrupt(x, 1 - schedule(level)[0, :, 0], model.mask_id, generator)
+    cache, confidence = model.refresh(z), torch.ones(z.shape, device=z.device)
+    for j in range(int(age.max())):
+        z_s = reverse_step(z, partial(logits_at, model, z, cache), *schedule((level - j).clamp_min(1)),
+                           model.mask_id, confidence=confidence, by_confidence=remask == "conf",
+                           generator=generator)
+        z = torch.where((j < age)[:, None], z_s, z)
+    return z, cache, 1 - schedule(level - age)[0, :, 0]
+
+
+def posttrain_loss(student, teacher, x, steps, ages=(0, 1, 2), kd_weight=1.0, generator=None):
+    """Loss of post-training (Eq. 14), a scalar in nats per token; gradients reach the fusion only.
+
+    At the masked positions of the states that the student itself meets: cross-entropy of the clean
+    tokens x (B, L), plus kd_weight * KL(teacher || student). Weighted by 1/t, as in t_anelbo.
+    """
+    # 1. Where the sampler gets with an anchor of age 0, 1 or 2: without gradients.
+    age = torch.randint(len(ages), (len(x),), generator=generator, device=x.device)
+    age = torch.tensor(ages, device=x.device)[age]
+    z, cache, t = rollout(student, x, age, steps, generator=generator)
+    # 2. Predict there once more, with gradients, and ask the teacher, which sees all of z.
+    masked = z == student.mask_id
+    logits = logits_at(student, z, cache, masked)
+    with torch.no_grad():
+        wanted = logits_at(teacher, z, teacher.refresh(z), masked)
+    return _weighted_ce(logits, x, masked, t, wanted, kl=kd_weight).mean()  # 3. Eq. 14

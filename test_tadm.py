@@ -683,6 +683,255 @@ def test_layer_calls(steps, K, truth):
     assert tadm.layer_calls(CONFIG, steps, K) == truth, "Eq. 11: T L_D + ceil(T / K) L_A"
 
 
+# ------------------------------------------------------------------------------ post-training
+
+
+def np_paired_fusion(w, c, c_cached, h_cached, n_heads):
+    """Eq. 48-54 in float64, one canvas (L, d), with the names of the paper."""
+
+    def rms(x):
+        return np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+    def silu(x):
+        return x / (1 + np.exp(-x))
+
+    def phi(z, u):
+        j = np.concatenate([z, u], -1)
+        w_q, w_k, w_v = np.split(w["qkv.weight"], 3)
+        heads = []
+        for q, k, v in zip(*(np.split(j @ m.T, n_heads, -1) for m in (w_q, w_k, w_v))):
+            a = np.exp(q @ k.T / math.sqrt(q.shape[-1]))
+            heads.append(a / a.sum(-1, keepdims=True) @ v)
+        r = z + np_linear(w, "out", np.concatenate(heads, -1))
+        return r + np_linear(w, "mlp.2", silu(np_linear(w, "mlp.0", r)))
+
+    s_c, s_h = rms(c_cached), rms(h_cached)
+    z, z_0 = np_linear(w, "reduce_c", c / s_c), np_linear(w, "reduce_c", c_cached / s_c)
+    u = np_linear(w, "reduce_h", h_cached / s_h)
+    m = phi(z, u) - phi(z_0, u)
+    f = silu(np_linear(w, "gate.0", np.concatenate([u, z_0, z - z_0, m], -1)))
+    g = 1 / (1 + np.exp(-np_linear(w, "gate.2", f)))
+    return h_cached + g * s_h * np_linear(w, "up", m)
+
+
+def shaken(module, seed=0):
+    """The module with noise on all of its weights that train."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.3 * torch.randn_like(p) * p.requires_grad)
+    return module
+
+
+DEEP = tadm.Config(vocab_size=11, seq_len=6, d_model=8, n_heads=2, n_anchor=3, n_denoiser=1)
+
+
+@pytest.fixture
+def base():
+    return random_model(tadm.MDLM, DEEP)
+
+
+@pytest.fixture
+def student(base):
+    """Split 1/2/1, with a fusion that does something."""
+    return shaken(tadm.PostTrained(base, 1, 1, 4))
+
+
+@pytest.mark.parametrize("n_heads", [1, 4])
+def test_paired_fusion_against_numpy(n_heads):
+    fusion = shaken(tadm.PairedFusion(6, 8, n_heads))
+    c, c_cached, h_cached = torch.randn(3, 2, 5, 6)
+    c_cached[0, 0] *= 1e-3  # the epsilon of Eq. 48 counts here
+    c[0, 0] *= 1e-3
+    got = fusion(c, c_cached, 3 * h_cached).detach().numpy()
+    for i in range(2):
+        arrays = (v[i].double().numpy() for v in (c, c_cached, 3 * h_cached))
+        error = np.abs(got[i] - np_paired_fusion(weights(fusion), *arrays, n_heads)).max()
+        assert error < 1e-4, f"Eq. 48-54: h_fused is off by {error:.2g}"
+
+
+def test_paired_fusion_returns_the_anchor_where_nothing_changed():
+    fusion = shaken(tadm.PairedFusion(8, 8, 2))
+    c, other, h = torch.randn(3, 2, 5, 8)
+    assert torch.equal(fusion(c, c, h), h), "Eq. 55-56: C = C_0 gives M = 0, exactly H_0"
+    assert not torch.equal(fusion(other, c, h), h), "a changed C must correct the anchor"
+    fresh = tadm.PairedFusion(8, 8, 2)
+    assert torch.equal(fresh(other, c, h), h), "W_up = 0 at the start: exactly H_0"
+    assert (fresh.gate[-1].bias == -3).all(), "b_g = -3 at the start"
+
+
+def test_a_change_reaches_other_places():
+    fusion = shaken(tadm.PairedFusion(8, 8, 2))
+    c, c_cached, h = torch.randn(3, 1, 5, 8)
+    c[:, 1:] = c_cached[:, 1:]  # only the first place has changed
+    changed = (fusion(c, c_cached, h) != h).any(-1)
+    assert changed.all(), "Eq. 50: attention carries a change at one place to all"
+
+
+def test_post_trained_is_the_base_with_a_corrected_anchor(base, student):
+    """x_theta(z_t, z_t') put together from the layers of the base by hand."""
+    z_stale = torch.tensor([[11, 11, 3, 11, 11, 0], [11] * 6])
+    z = torch.tensor([[1, 11, 3, 11, 2, 0], [11, 5, 11, 11, 11, 11]])
+    first, *middle, last = base.blocks
+    c, c_cached = first(base.embed(z)), first(base.embed(z_stale))
+    h = torch.nn.Sequential(*middle)(c_cached)
+    for naive, fused in ((False, student.fusion(c, c_cached, h)), (True, h)):
+        model = tadm.PostTrained(base, 1, 1, 4, naive=naive)
+        model.load_state_dict(student.state_dict())
+        for guard in (torch.no_grad, torch.enable_grad):
+            with guard():
+                got = model.predict(z, model.refresh(z_stale))
+            truth = base.head(base.norm(last(fused)))
+            assert torch.allclose(got, truth, atol=1e-5), f"Section 4, naive = {naive}: S, A, Phi, D"
+    fresh, naive = tadm.PostTrained(base, 1, 1, 4), tadm.PostTrained(base, 1, 1, 4, naive=True)
+    logits = [m.predict(z, m.refresh(z_stale)) for m in (fresh, naive)]
+    assert torch.equal(*logits), "W_up = 0: an untrained fusion is naive reuse"
+    for split in ((4, 0), (2, 3), (-1, 1), (1, -1)):
+        with pytest.raises(ValueError, match="split"):
+            tadm.PostTrained(base, *split, 4)
+
+
+def posttrain_step(student, base, lr=0.1):
+    optimizer = torch.optim.SGD(student.parameters(), lr=lr)
+    x = torch.randint(0, 11, (16, 6), generator=rng())
+    tadm.posttrain_loss(student, base, x, 6, generator=rng(1)).backward()
+    optimizer.step()
+
+
+def test_only_the_fusion_learns_and_a_fresh_anchor_is_the_teacher(base):
+    student = tadm.PostTrained(base, 1, 1, 4)
+    before = {k: v.clone() for k, v in student.state_dict().items()}
+    z = torch.randint(0, 12, (4, 6), generator=rng())
+    for _ in range(3):
+        assert torch.equal(student.predict(z, student.refresh(z)), base.predict(z, None)), "age 0"
+        tokens = [tadm.sample(m, 5, 6, 9, 1, generator=rng(2))[0] for m in (student, base)]
+        assert torch.equal(*tokens), "K = 1 is the teacher, bit for bit"
+        posttrain_step(student, base)
+    for name, p in student.named_parameters():
+        inside = name.startswith("fusion.")
+        assert (p.grad is not None) == p.requires_grad == inside, f"gradients, {name}"
+        assert torch.equal(p, before[name]) != inside, f"after three steps, {name}"
+
+
+@pytest.mark.parametrize("kind", tadm.REMASK)
+def test_rollout(kind):
+    """k steps of the sampler from the anchor's canvas, and nothing for age 0."""
+    model, n = Uniform(3), 3000
+    x, age = torch.randint(0, 3, (n, 20), generator=rng()), torch.arange(n) % 3
+    options = {} if kind == "none" else {"eta": 0.1}
+    z, cache, t = tadm.rollout(model, x, age, 10, kind, rng(1), **options)
+    assert len(model.refreshed) == 1 and len(model.predicted) == 2, "one anchor, max(k) predictions"
+    start = model.refreshed[0]
+    assert torch.equal(cache, start), "Eq. 13: the anchor is that of the first canvas"
+    assert torch.equal(z[age == 0], start[age == 0]), "age 0: no step is made"
+    new = (z != start) & (start == 3)
+    assert all(new[age == k].any() for k in (1, 2)), "Eq. 13: k reverse steps reveal tokens"
+    if kind in ("none", "loop"):
+        assert (z[new] != x[new]).float().mean() > 0.5, "on-policy: revealed by the model, not from x"
+    if kind == "none":
+        assert (z[start != 3] == start[start != 3]).all(), "sigma = 0 hides nothing visible"
+    shown = (start != 3)
+    assert (start[shown] == x[shown]).all(), "the anchor's canvas is x with masks"
+    error = 5 * math.sqrt(0.25 / (n // 3 * 20))
+    for k in range(3) if kind != "conf" else (0,):
+        close((z[age == k] == 3).float().mean(), float(t[age == k].mean()), error,
+              f"{kind}: the masked share after {k} steps is 1 - alpha")
+    if kind == "none":
+        levels = t * 10 + age
+        assert torch.allclose(levels, levels.round(), atol=1e-4), "t' on the grid i/T"
+        assert (t > 0.05).all() and levels.max().round() == 10, "i_a = clip(.., k + 1, T)"
+        for i in range(4, 10):
+            close((levels[age == 2].round() == i).float().mean(), 0.1, 0.05, f"t' is uniform: i = {i}")
+    with pytest.raises(ValueError, match="age"):
+        tadm.rollout(model, x, age, 2)
+
+
+@pytest.fixture
+def rollouts(monkeypatch):
+    """A log of the arguments and results of each rollout."""
+    log, rollout = [], tadm.rollout
+
+    def spy(*args, **kwargs):
+        log.append((args, rollout(*args, **kwargs)))
+        return log[-1][1]
+
+    monkeypatch.setattr(tadm, "rollout", spy)
+    return log
+
+
+def test_rollouts_have_no_gradients_and_every_row_its_own_age(base, student, rollouts):
+    x = torch.randint(0, 11, (3000, 6), generator=rng())
+    tadm.posttrain_loss(student, base, x, 6, generator=rng(1))
+    [((_, _, age, *_), (_, cache, _))] = rollouts
+    for k in range(3):
+        close((age == k).float().mean(), 1 / 3, 0.04, f"Eq. 13: share of rows of age {k}")
+    for part in (*cache[:3], *cache[3]):
+        assert not part.requires_grad, "Eq. 13: no gradients through the rollout"
+
+
+def test_post_training_loss_is_recomputed_from_its_states(rollouts):
+    """Eq. 14 in float64 on the states that the rollout reached; CE, KL and the direction of the KL."""
+    g, V = rng(3), 5
+    x = torch.randint(0, V, (8, 9), generator=g)
+    tables = torch.randn(2, V + 1, V, generator=g)
+
+    class Model(Uniform):
+        def __init__(self, table, place):
+            super().__init__(V)
+            self.table, self.place = table, place
+
+        def predict(self, z, cache):
+            super().predict(z, cache)
+            return self.table[(cache if self.place == "cache" else z).roll(1, dims=1)]
+
+    student, teacher = Model(tables[0], "cache"), Model(tables[1], "z")
+    loss = tadm.posttrain_loss(student, teacher, x, 6, kd_weight=0.7, generator=g)
+    (z, z_stale), (_, (_, _, t)) = student.predicted[-1], rollouts[0]
+    assert torch.equal(teacher.predicted[0][0], z), "Eq. 14: the teacher predicts from the same state"
+    log_p, truth = tables.double().log_softmax(-1), 0.0
+    for b, l in (z == V).nonzero().tolist():
+        log_q, log_t = log_p[0, z_stale[b, l - 1]], log_p[1, z[b, l - 1]]
+        kl = float((log_t.exp() * (log_t - log_q)).sum())
+        truth += (-float(log_q[x[b, l]]) + 0.7 * kl) / float(t[b]) / x.numel()
+    close(loss, truth, 1e-4, "Eq. 14: sum over masked l of (CE + lambda KL(teacher || student)) / t")
+
+
+def test_kl_is_zero_for_a_student_that_equals_its_teacher(base):
+    student = tadm.PostTrained(base, 1, 1, 4)
+    x = torch.randint(0, 11, (16, 6), generator=rng())
+    one, none = (tadm.posttrain_loss(student, base, x, 6, (0,), kd, rng(1)) for kd in (1.0, 0.0))
+    close(one, float(none), 1e-6, "Eq. 14: KL(teacher || student) = 0 at age 0")
+    other = tadm.posttrain_loss(student, base, x, 6, (2,), 1.0, rng(1))
+    none = tadm.posttrain_loss(student, base, x, 6, (2,), 0.0, rng(1))
+    assert other > none + 1e-3, "Eq. 14: naive reuse at age 2 is not the teacher"
+
+
+@pytest.mark.parametrize("steps,K", [(4, 3), (16, 4)])
+def test_kl_of_the_cached_policy_in_closed_form(steps, K):
+    """Twins: the teacher is sure and a stale student is not when the other token came since."""
+    x = torch.tensor(TWINS).repeat(3000, 1)
+    truth = math.log(2) * sum((steps - i) % K for i in range(1, steps + 1)) / steps**2
+    nats = tadm.bound(Posterior(TWINS, 2, stale=True), x, steps, K, rng(), teacher=Posterior(TWINS, 2))
+    close(nats.mean(), truth, 0.012, f"KL(teacher || model) under the cached policy, K = {K}")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("naive", [False, True])
+@pytest.mark.parametrize("steps,K", [(9, 3), (8, 1), (5, 9)])
+def test_post_trained_layers_are_counted_as_run(base, naive, steps, K):
+    """The statistics against a count of the layers that ran, and the tokens against Algorithm 1."""
+    student = shaken(tadm.PostTrained(base, 1, 1, 4, naive=naive))
+    plain = plain_sampler(student, 40, 6, steps, K, rng(4))
+    ran = []
+    for block in student.blocks:
+        block.register_forward_hook(lambda *_: ran.append(1))
+    z, stats = tadm.sample(student, 40, 6, steps, K, generator=rng(4))
+    assert torch.equal(z, plain), "Algorithm 1"
+    assert stats["layer_calls"] == len(ran), "layer_calls must be those that ran"
+    if not naive:
+        assert len(ran) == steps * 2 + -(-steps // K) * 2, "Eq. 11: T (L_S + L_D) + ceil(T/K) L_A"
+
+
 # --------------------------------------------------------------------- the built-in stories
 
 
@@ -872,7 +1121,7 @@ def tales(tmp_path):
 def test_training_and_sampling_run_from_end_to_end(tales, tmp_path, capsys):
     assert train_toy.main(tales) == 0
     printed = capsys.readouterr().out
-    table = re.findall(r"^ *([1248]) +([\d.]+) +([\d.]+)x +([\d,]+) +([\d.]+)x$", printed, re.MULTILINE)
+    table = re.findall(r"^tadm +(\d) +([\d.]+) +([\d.]+)x +([\d,]+) +([\d.]+)x$", printed, re.MULTILINE)
     assert [int(row[0]) for row in table] == [1, 2, 4, 8], "the closing table: K = 1, 2, 4, 8"
     for K, nats, calls, _, _ in table:
         assert abs(float(calls) - (1 + 1 / int(K))) < 0.15, "layer calls per step, Eq. 11"
@@ -897,22 +1146,27 @@ def test_stories_are_trained_with_validity_and_entropy(tmp_path, capsys, monkeyp
     assert f"{entropy:.4f} nats/token" in printed and "valid stories" in printed
 
 
-@pytest.mark.parametrize("model", ["tadm", "adlm"])
+@pytest.mark.parametrize("model", ["tadm", "adlm", "posttrained"])
 def test_resume_equals_an_uninterrupted_run(tales, tmp_path, monkeypatch, capsys, model):
     """Ctrl-C after 3 of 6 steps, then --resume: the very same weights and averages."""
-    tales += ["--model", model, "--gamma", "0.1", "--dtype", "bfloat16"]
+    if model == "posttrained":
+        train_toy.main([*tales, "--model", "mdlm", "--n-anchor", "2"])
+        tales = ["--posttrain", str(tmp_path / "out" / "mdlm.pt"), *tales[2:6], *tales[-2:]]
+    else:
+        tales += ["--model", model, "--gamma", "0.1", "--dtype", "bfloat16"]
     assert train_toy.main(tales) == 0
     whole = train_toy.load_checkpoint(tmp_path / "out" / f"{model}.pt")
-    loss, calls = tadm.t_anelbo, []
+    name = "posttrain_loss" if model == "posttrained" else "t_anelbo"
+    loss, calls = getattr(tadm, name), []
 
-    def interrupted(*args):
+    def interrupted(*args, **kwargs):
         calls.append(1)
         if len(calls) == 3:
             signal.raise_signal(signal.SIGINT)
-        return loss(*args)
+        return loss(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tadm, "t_anelbo", interrupted)
+        patch.setattr(tadm, name, interrupted)
         assert train_toy.main([*tales, "--out", str(tmp_path / "two")]) == 130, "Ctrl-C"
     assert "stopped at step 3" in capsys.readouterr().out
     assert train_toy.main([*tales, "--out", str(tmp_path / "two"), "--resume"]) == 0
@@ -921,6 +1175,55 @@ def test_resume_equals_an_uninterrupted_run(tales, tmp_path, monkeypatch, capsys
     for kind in ("weights", "ema"):
         for name, value in whole[kind].items():
             assert torch.equal(value, parts[kind][name]), f"{kind} {name} differs after --resume"
+
+
+@pytest.fixture
+def mdlm(tales):
+    """The options of a run that post-trains a tiny MDLM (3 layers), and its folder."""
+    assert train_toy.main([*tales, "--model", "mdlm", "--n-anchor", "2"]) == 0
+    out = tales[tales.index("--out") + 1]
+    return ["--posttrain", f"{out}/mdlm.pt", "--out", out, "--steps", "6", "--device", "cpu"], out
+
+
+def test_post_training_runs_from_end_to_end(mdlm, capsys):
+    argv, out = mdlm
+    capsys.readouterr()
+    assert train_toy.main(argv) == 0
+    printed = capsys.readouterr().out
+    row = r"^(teacher|naive|fused) +(\d) +([\d.]+) +([\d.]+) +([\d.]+)x +[\d,]+ +[\d.]+x$"
+    table = {(name, int(K)): tuple(map(float, values))
+             for name, K, *values in re.findall(row, printed, re.MULTILINE)}
+    assert sorted(table) == sorted([("teacher", 1)] + [(n, K) for n in ("naive", "fused")
+                                                       for K in (1, 2, 3, 4, 8)])
+    assert table["naive", 1] == table["fused", 1] == table["teacher", 1], "K = 1 is the teacher"
+    assert table["teacher", 1][1:] == (0, 1), "the teacher: KL 0, all layers at every step"
+    assert table["naive", 8][2] < table["fused", 8][2] < 1, "layer calls"
+    base, post = (train_toy.load_checkpoint(f"{out}/{name}.pt") for name in ("mdlm", "posttrained"))
+    for name, value in base["ema"].items():
+        assert torch.equal(value, post["ema"][name]), f"{name} of the base must stay frozen"
+    share = re.search(r"fusion: ([\d,]+) weights to train, ([\d.]+)% of the frozen base", printed)
+    n_new = sum(v.numel() for k, v in post["ema"].items() if k not in base["ema"])
+    n_base = sum(v.numel() for v in base["ema"].values())
+    assert int(share[1].replace(",", "")) == n_new
+    close(float(share[2]), 100 * n_new / n_base, 0.051, "share of the trained weights in percent")
+    assert sample_script.main([f"{out}/posttrained.pt", "--num", "1", "--steps", "9"]) == 0
+    fused = capsys.readouterr().out
+    assert sample_script.main([f"{out}/posttrained.pt", "--num", "1", "--steps", "9", "--naive"]) == 0
+    assert "9 steps, 3 anchor calls" in fused and "9 steps, 3 anchor calls" in capsys.readouterr().out
+
+
+def test_bad_input_to_post_training(mdlm, tales, tmp_path, capsys):
+    argv, out = mdlm
+    main = train_toy.main
+    for option in (["--model", "mdlm"], ["--d-model", 16], ["--seq-len", 12], ["--n-anchor", 2]):
+        assert option[0] in wrong(main, [*argv, *option], capsys)
+    assert "gamma" in wrong(main, [*argv, "--gamma", 1], capsys)
+    assert "no checkpoint" in wrong(main, [*argv, "--posttrain", "nowhere.pt"], capsys)
+    (tmp_path / "other.txt").write_text("another " * 500, encoding="utf-8")
+    assert "not what" in wrong(main, [*argv, "--data", tmp_path / "other.txt"], capsys)
+    assert "--naive" in wrong(sample_script.main, [f"{out}/mdlm.pt", "--naive"], capsys)
+    assert main(tales) == 0
+    assert "mdlm" in wrong(main, [*argv, "--posttrain", f"{out}/tadm.pt"], capsys)
 
 
 def test_average_and_evaluation(tales, tmp_path):

@@ -1,8 +1,10 @@
-"""Train a toy TADM, ADLM or MDLM on TinyStories, the built-in stories or a text file of your own.
+"""Train a toy TADM, ADLM or MDLM on TinyStories, the built-in stories or a text file of your own,
+or give a trained MDLM an anchor cache afterwards.
 
     python train_toy.py                     # TinyStories (one download of 22 MB), 2-core laptop CPU
     python train_toy.py --data stories      # the built-in stories, no network, minutes
     python train_toy.py --resume            # continue an interrupted run
+    python train_toy.py --posttrain out/mdlm.pt     # train the fusion only, on a trained --model mdlm
 
 The method is in tadm.py; here are the data, the training loop, the checkpoint and the report.
 Left out: several GPUs, packing of stories, gradient accumulation, a learned tokenizer.
@@ -36,7 +38,6 @@ from tqdm import tqdm
 
 import tadm
 
-MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM}
 N_STORIES = 50_000  # drawn out of 83 million
 FORMAT = "tadm-toy checkpoint 1"
 END = "<|endoftext|>"  # one token: fills a canvas up, and separates the stories of a text file
@@ -48,6 +49,15 @@ class UserError(Exception):
 
 class DownloadError(UserError):
     """No network, or not the expected file."""
+
+
+def posttrained(config, naive=False):
+    """An MDLM of 6 + 2 layers is split into 1 shared one, 5 of the anchor and 2 of the denoiser."""
+    rank = 8 * (5 * config.d_model // 64 or 1)  # 40 for d = 64
+    return tadm.PostTrained(tadm.MDLM(config), 1, config.n_denoiser, rank, n_heads=8, naive=naive)
+
+
+MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM, "posttrained": posttrained}
 
 
 # ----------------------------------------------------------------- 1. the built-in stories
@@ -273,7 +283,12 @@ PRESETS = {  # for a 2-core CPU, and for one consumer GPU with 8 GB
             "vocab_size": 8192, "batch_size": 64, "lr": 1e-3, "steps": 20_000, "dtype": "bfloat16"},
 }
 STORIES = {"seq_len": None, "steps": 3200}  # the length is that of the longest story
+# Eq. 14 with lambda = 1 learns less here. The tokens revealed in a rollout are not those of x, so the
+# likeliest clean tokens are what a model that had not seen them would say: naive reuse. See README.
+KD_WEIGHT = 100.0
+POSTTRAIN = {"steps": 1800, "batch_size": 16, "lr": 5e-3, "model": "posttrained"}
 FREE_TO_CHANGE = {"resume", "steps", "out", "device", "compile"}  # when a run is resumed
+OF_THE_BASE = ("model", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor", "n_denoiser")
 
 
 def number(kind, low, high=math.inf):
@@ -298,7 +313,8 @@ def parse(argv):
     )
     parser.error = fail
     add, count = parser.add_argument, number(int, 1, 10**9)
-    add("--model", choices=MODELS, help="tadm (default), or its predecessors adlm and mdlm")
+    add("--model", choices=list(MODELS)[:3], help="tadm (default), or its predecessors adlm and mdlm")
+    add("--posttrain", metavar="MDLM.pt", help="give this trained mdlm an anchor cache: train a fusion")
     add("--data", help="tinystories (default, one download), stories (built in), or a text file")
     add("--preset", choices=PRESETS, help="sizes for a 2-core cpu (default) or for an 8 GB gpu")
     add("--steps", type=count, help="training steps")
@@ -315,7 +331,7 @@ def parse(argv):
     add("--device", help="auto (default: cuda, else mps, else cpu) or a name that torch knows")
     add("--dtype", choices=("float32", "bfloat16"), help="of the matrix products")
     add("--compile", action="store_true", help="torch.compile the layers: slow start, faster steps")
-    add("--out", help="folder for the checkpoint MODEL.pt (default out)")
+    add("--out", help="folder for the checkpoint, MODEL.pt or posttrained.pt (default out)")
     add("--resume", action="store_true", help="go on with OUT/MODEL.pt where it stopped")
     return vars(parser.parse_args(argv))
 
@@ -334,7 +350,15 @@ def settings(given):
     if given.get("data", "stories") not in ("stories", "tinystories"):
         given["data"] = str(Path(given["data"]).resolve())
     args |= PRESETS[given.get("preset", "cpu")] | given
-    if args["data"] == "stories":
+    if "posttrain" in given:
+        for name in OF_THE_BASE:
+            if name in given:
+                fail(f"--{name.replace('_', '-')} is that of the base with --posttrain: leave it out")
+        base = {} if args["resume"] else load_checkpoint(given["posttrain"]).get("args", {})
+        if base and (base["model"] != "mdlm" or min(base["n_anchor"] - 1, base["n_denoiser"]) < 1):
+            fail("--posttrain needs a --model mdlm of --n-anchor 2 and --n-denoiser 1 or more")
+        args |= {k: v for k, v in base.items() if k not in FREE_TO_CHANGE} | POSTTRAIN | given
+    elif args["data"] == "stories":
         args |= STORIES | given
     if args["gamma"] > 0 and not hasattr(MODELS[args["model"]], "anchor_logits"):
         raise UserError(f"--gamma supervises an anchor, {args['model']} has none: leave it out")
@@ -446,7 +470,14 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
     path, device = checkpoint_path(args), x_train.device
     torch.manual_seed(args.seed)
     config = sizes(args, len(tokenizer.vocab))
-    model = MODELS[args.model](config).to(device)
+    model, teacher = MODELS[args.model](config).to(device), None
+    if args.model == "posttrained":
+        teacher = tadm.MDLM(config).to(device).requires_grad_(False)
+        if not checkpoint:
+            base, base_tokenizer = build(load_checkpoint(args.posttrain), device)
+            if base_tokenizer.vocab != tokenizer.vocab:
+                raise UserError(f"the data {args.data} is not what {args.posttrain} was trained on")
+            model.load_state_dict(base.state_dict(), strict=False)  # all but the fusion
     ema = copy.deepcopy(model).eval()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     data_hash = hashlib.sha256(x_train.cpu().numpy().tobytes()).hexdigest()
@@ -463,11 +494,16 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             raise UserError(f"{path} is damaged: its parts are missing or do not fit") from None
         print(f"resuming {path} at step {start}"
               + ", which was its last: raise --steps to train on" * (start >= args.steps))
+    if teacher:  # the frozen layers of the student
+        teacher.load_state_dict({k: model.state_dict()[k] for k in teacher.state_dict()})
     for layer in model.modules() if args.compile else ():
         if isinstance(layer, tadm.Block):
             layer.compile()
     spare = "anchor_head" if args.model == "tadm" and args.gamma == 0 else "-"  # never used then
     n_weights = sum(p.numel() for name, p in model.named_parameters() if spare not in name)
+    if teacher:
+        n_new = sum(p.numel() for p in model.fusion.parameters())
+        print(f"fusion: {n_new:,} weights to train, {n_new / (n_weights - n_new):.1%} of the frozen base")
     print(f"preset {args.preset}, {args.model}: {args.n_anchor} + {args.n_denoiser} layers, "
           f"d = {args.d_model}, L = {args.seq_len}, V = {config.vocab_size}, {n_weights:,} weights; "
           f"{len(x_train):,} canvases to train on, {len(x_val):,} to validate")
@@ -475,6 +511,7 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
     # Staleness as in C.2: K in {1, 2, 4, 8}, T from L/8 to 4L. ADLM: fresh anchors only.
     refresh_choices = [1, 2, 4, 8] if args.model == "tadm" else [1]
     steps_choices = [max(1, args.seq_len * 2**i // 8) for i in range(6)]
+    rollout_steps = [max(3, args.seq_len // 8), max(3, args.seq_len // 4)]  # ages are 0, 1 and 2
     every = max(1, args.steps // 10)  # evaluation and checkpoint
     saved, smooth, begin, interrupts = start, None, time.time(), []
 
@@ -500,9 +537,13 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
         for step in range(start + 1, args.steps + 1):
             g = step_generator(args.seed, step, device)
             rows = torch.randint(len(x_train), (args.batch_size,), generator=g, device=device)
-            t, t_stale = tadm.sample_times(len(rows), refresh_choices, steps_choices, g, device)
             with autocast(args, device):
-                loss = tadm.t_anelbo(model, x_train[rows], t, t_stale, args.gamma, g)
+                if teacher:
+                    loss = tadm.posttrain_loss(model, teacher, x_train[rows], rollout_steps[step % 2],
+                                               kd_weight=KD_WEIGHT, generator=g)
+                else:
+                    t, t_stale = tadm.sample_times(len(rows), refresh_choices, steps_choices, g, device)
+                    loss = tadm.t_anelbo(model, x_train[rows], t, t_stale, args.gamma, g)
             optimizer.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -528,8 +569,9 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             if interrupts:
                 check(finite(model), step)
                 save(step)
-                tqdm.write(f"stopped at step {step}, all saved; to go on: python train_toy.py "
-                           f"--model {args.model} --out {args.out} --resume")
+                what = f"--posttrain {args.posttrain}" if teacher else f"--model {args.model}"
+                tqdm.write(f"stopped at step {step}, all saved; to go on: python train_toy.py {what} "
+                           f"--out {args.out} --resume")
                 return None
     finally:
         bar.close()
@@ -567,10 +609,20 @@ def valid_share(z, tokenizer):
 
 def report(model, x_val, tokenizer, args):
     """Print the closing table, three samples and the command to try next."""
-    L, n = args.seq_len, 64
-    T, x, device = 2 * L, x_val[:512], x_val.device
+    L, n, x, device = args.seq_len, 64, x_val[:512], x_val.device
+    post, stories = args.model == "posttrained", args.data == "stories"
     single = args.n_anchor or args.n_denoiser  # layers of a single-stage model of that depth
-    stories = args.data == "stories"
+    T, teacher, rows = 2 * L, None, [(args.model, model, K) for K in (1, 2, 4, 8)]
+    if args.model == "mdlm":
+        rows = rows[:1]
+    if post:
+        T, single = L, args.n_anchor + args.n_denoiser
+        weights = model.state_dict()
+        teacher, naive = tadm.MDLM(model.config), posttrained(model.config, naive=True)
+        for m in (teacher, naive):
+            m.to(device).load_state_dict({k: weights[k] for k in m.state_dict()})
+        rows = [("teacher", teacher, 1)] + [(name, m, K) for K in (1, 2, 3, 4, 8)
+                                            for name, m in (("naive", naive), ("fused", model))]
     nats = tadm.bound(model, x, None, generator=step_generator(0, 0, device))
     print(f"\nbound on {len(x)} validation canvases, T -> infinity, fresh anchors: {nats.mean():.4f} "
           f"+- {nats.std(correction=0) / math.sqrt(len(x)):.4f} nats/token")
@@ -578,16 +630,19 @@ def report(model, x_val, tokenizer, args):
         print(f"true entropy of the built-in stories: {story_entropy() / L:.4f} nats/token")
     print(f"\nT = {T} reverse steps, anchor refreshed every K steps; {n} canvases sampled together;\n"
           f"layer calls per step relative to a single-stage model of {single} layers; "
-          "the same noise for every K\n"
-          "  K   bound nats/token   layer calls   tokens/s   speed-up" + "   valid stories" * stories)
+          "the same noise in every row\n"
+          "            K   bound nats/token" + "   KL to teacher" * post
+          + "   layer calls   tokens/s   speed-up" + "   valid stories" * stories)
     slowest = None
-    for K in (1,) if args.model == "mdlm" else (1, 2, 4, 8):
-        nats = tadm.bound(model, x, T, K, step_generator(0, 0, device)).mean()
+    for name, m, K in rows:
+        scores = [tadm.bound(m, x, T, K, step_generator(0, 0, device), teacher=judge).mean()
+                  for judge in ([None, teacher] if post else [None])]
         begin = time.time()
-        z, stats = tadm.sample(model, n, L, T, K, generator=step_generator(args.seed, 0, device))
+        z, stats = tadm.sample(m, n, L, T, K, generator=step_generator(args.seed, 0, device))
         speed = z.numel() / (time.time() - begin)
         slowest = slowest or speed
-        print(f"{K:>3} {nats:>18.4f} {stats['layer_calls'] / single / T:>12.2f}x {speed:>10,.0f} "
+        print(f"{name:<11} {K:>1}" + "".join(f"{nats:>{w}.4f}" for nats, w in zip(scores, (19, 16)))
+              + f" {stats['layer_calls'] / single / T:>12.2f}x {speed:>10,.0f} "
               f"{speed / slowest:>9.2f}x"
               + f" {valid_share(z, tokenizer):>15.0%}" * stories, flush=True)
     print()
@@ -608,7 +663,7 @@ def run(argv):
     try:
         x_train, x_val, tokenizer = load_data(args)
     except DownloadError as e:
-        if checkpoint:
+        if checkpoint or "posttrain" in given:
             raise
         print(f"{e}: training on the built-in stories instead", file=sys.stderr)
         given.pop("seq_len", None)
