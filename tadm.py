@@ -1,7 +1,7 @@
 """Time-Anchored Diffusion Language Models (TADM, arXiv 2609.37924) in one file.
 
 A masked diffusion language model starts from a canvas of masks and reveals tokens in T reverse steps.
-The usual model runs its whole network at every step. TADM splits it (Eq. 7-10):
+The usual model runs its whole network at every step. TADM splits it in four (Eq. 7-10):
 
     c = S(z_t)                  token embedding, the shared part: cheap, every step
     h = A(S(z_t'))              anchor network: expensive, every K-th step, then reused (stale)
@@ -9,7 +9,7 @@ The usual model runs its whole network at every step. TADM splits it (Eq. 7-10):
     logits = D(h_fused)         denoiser, a few layers: every step
 
 It is trained on anchors that are stale on purpose, so that reusing them costs little.
-Every model in this file is a pair of methods, and nothing else is asked of a model:
+Every model here is a pair of methods, and nothing else is asked of a model:
 
     cache = model.refresh(z)            # expensive: once every K steps
     logits = model.predict(z, cache)    # cheap: every step; (B, L, V), real tokens only
@@ -50,16 +50,16 @@ class Config:
     n_denoiser: int = 2  # layers of D; MDLM has n_anchor + n_denoiser layers in one stack
 
     def __post_init__(self):
-        if min(self.vocab_size, self.seq_len, self.d_model, self.n_heads) < 1:
-            raise ValueError("vocab_size, seq_len, d_model and n_heads must be at least 1")
-        if min(self.n_anchor, self.n_denoiser) < 0 or self.n_anchor + self.n_denoiser < 1:
-            raise ValueError("n_anchor and n_denoiser must not be negative, nor both zero")
+        sizes = (self.vocab_size, self.seq_len, self.d_model, self.n_heads, self.n_denoiser)
+        if min(sizes) < 1 or self.n_anchor < 0:
+            raise ValueError("all sizes must be at least 1, only n_anchor may be 0")
         if self.d_model % (2 * self.n_heads):
             raise ValueError(f"d_model must be divisible by 2 * n_heads, {2 * self.n_heads}")
 
 
 class Block(nn.Module):
-    """One pre-norm Transformer layer, attention in both directions: (B, L, d) -> (B, L, d)."""
+    """One pre-norm Transformer layer, attention in both directions: (B, L, d) -> (B, L, d).
+    Given positions at (B, Q), only these ask, and are returned: (B, Q, d)."""
 
     def __init__(self, config):
         super().__init__()
@@ -73,15 +73,17 @@ class Block(nn.Module):
         angle = torch.outer(torch.arange(config.seq_len), 10000.0 ** (-torch.arange(half) / half))
         self.register_buffer("rotary", torch.stack([angle.cos(), angle.sin()]), persistent=False)
 
-    def forward(self, x):
+    def forward(self, x, at=None):
         B, L, d = x.shape
         qkv = self.qkv(self.norm_attn(x)).view(B, L, 3, self.n_heads, d // self.n_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, L, d/heads)
         a, b = torch.stack([self.norm_q(q), self.norm_k(k)]).chunk(2, dim=-1)
         cos, sin = self.rotary[:, :L]  # rotary positions: turn each pair of channels by its angle
         q, k = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, L, d)
-        x = x + self.scale * self.out(y)
+        if at is not None:
+            q, x = q.take_along_dim(at[:, None, :, None], 2), x.take_along_dim(at[..., None], 1)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        x = x + self.scale * self.out(y.flatten(2))
         return x + self.scale * self.down(F.gelu(self.up(self.norm_mlp(x))))
 
 
@@ -89,7 +91,7 @@ class GatedFusion(nn.Module):
     """Correct a stale anchor h with the current shallow state c, token by token (Eq. 57-59).
 
     c, h: (B, L, d), the embedding of z_t and the cached anchor of z_t'. Returns h_fused (B, L, d):
-    at the start LN(h), whatever c is, as the last layer starts at zero.
+    at the start LN(h), whatever c is.
     """
 
     def __init__(self, d_model):
@@ -108,10 +110,9 @@ class GatedFusion(nn.Module):
 
 
 class DiffusionLM(nn.Module):
-    """What the models below share: the embedding S, the head and `predict`.
+    """What the models below share: the embedding S, and the last layers with the head.
 
     The embedding has V + 1 rows and the head V outputs: the mask token can be read, never written.
-    Each model's `depths` are the layers that its refresh and its predict run, for the statistics.
     """
 
     def __init__(self, config):
@@ -134,9 +135,15 @@ class DiffusionLM(nn.Module):
             raise ValueError(f"canvas of {z.shape[1]} tokens, seq_len is {self.config.seq_len}")
         return self.token(z) + self.position[: z.shape[1]]
 
-    def predict(self, z, cache):
-        """Logits (B, L, V) for x given z (B, L) and a cache; only those at masked z are used."""
-        return self.head(self.hidden(z, cache))  # each model has its own hidden state (B, L, d)
+    def read(self, blocks, x, where=None):
+        """The last layers and the head: x (B, L, d) -> logits (B, L, V), or (N, V) computed at the
+        N True positions of where (B, L) only: the last layer asks nowhere else."""
+        if where is None:
+            return self.head(self.norm(blocks(x)))
+        n = where.sum(dim=1, keepdim=True)
+        at = where.int().argsort(dim=1, descending=True, stable=True)[:, : n.max()]
+        x = blocks[-1](blocks[:-1](x), at)
+        return self.head(self.norm(x[torch.arange(at.shape[1], device=x.device) < n]))
 
 
 class TADM(DiffusionLM):
@@ -144,7 +151,7 @@ class TADM(DiffusionLM):
 
     def __init__(self, config):
         super().__init__(config)
-        self.depths = (config.n_anchor, config.n_denoiser)
+        self.depths = (config.n_anchor, config.n_denoiser)  # layers of refresh and of predict
         self.anchor = self.stack(config.n_anchor)
         self.fusion = GatedFusion(config.d_model)
         self.denoiser = self.stack(config.n_denoiser)
@@ -154,8 +161,9 @@ class TADM(DiffusionLM):
         """h = A(S(z)): (B, L) -> (B, L, d)."""
         return self.anchor(self.embed(z))
 
-    def hidden(self, z, cache):
-        return self.norm(self.denoiser(self.fusion(self.embed(z), cache)))
+    def predict(self, z, cache, where=None):
+        """x_theta(z_t, z_t'): logits as in read; only those at masked z are ever used."""
+        return self.read(self.denoiser, self.fusion(self.embed(z), cache), where)
 
     def anchor_logits(self, cache, where):
         """Logits (N, V) of the training-only head on h at the N True positions of where (B, L)."""
@@ -178,8 +186,8 @@ class ADLM(DiffusionLM):
         y = self.anchor_head(self.anchor_norm(self.anchor(self.embed(z))))  # (B, L, V)
         return y, self.project(y)  # both cached: same numbers as projecting at every step
 
-    def hidden(self, z, cache):
-        return self.norm(self.denoiser(cache[1]))
+    def predict(self, z, cache, where=None):
+        return self.read(self.denoiser, cache[1], where)
 
     def anchor_logits(self, cache, where):
         return cache[0][where]
@@ -196,14 +204,14 @@ class MDLM(DiffusionLM):
     def refresh(self, z):
         return None
 
-    def hidden(self, z, cache):
-        return self.norm(self.blocks(self.embed(z)))
+    def predict(self, z, cache, where=None):
+        return self.read(self.blocks, self.embed(z), where)
 
 
 def logits_at(model, z, cache, where):
-    """model.predict(z, cache)[where], (N, V), with the head run at the True positions only."""
+    """model.predict(z, cache)[where], (N, V), computed at the True positions only where it can be."""
     if isinstance(model, DiffusionLM):
-        return model.head(model.hidden(z, cache)[where])
+        return model.predict(z, cache, where)
     return model.predict(z, cache)[where]
 
 
@@ -213,7 +221,7 @@ def logits_at(model, z, cache, where):
 def corrupt(x, t, mask_id, generator=None):
     """Draw z_t from q(z_t | x) (Eq. 1): every token becomes the mask with probability t.
 
-    x: (B, L) int64; t: (B,) float32 in [0, 1], any probability of a mask. Returns (B, L) int64.
+    x: (B, L) int64; t: (B,) float32 in [0, 1]. Returns (B, L) int64.
     """
     u = torch.rand(x.shape, device=x.device, generator=generator)  # in [0, 1): t = 1 masks all
     return torch.where(u < t[:, None], mask_id, x)
@@ -223,7 +231,7 @@ def corrupt_further(z_t, t, t_stale, mask_id, generator=None):
     """Draw z_t' from z_t, t' >= t (Eq. 15): a visible token stays with alpha_t' / alpha_t.
 
     So z_t' never shows what z_t hides: both lie on one trajectory. t, t_stale: (B,) float32.
-    Returns (B, L) int64; equals z_t where t' = t. Raises ValueError if some t' < t.
+    Returns (B, L) int64. Raises ValueError if some t' < t.
     """
     if (t_stale < t).any():
         raise ValueError("t_stale must not be smaller than t: an anchor is older than its canvas")
@@ -234,8 +242,8 @@ def corrupt_further(z_t, t, t_stale, mask_id, generator=None):
 def sample_times(batch_size, refresh_choices, steps_choices, generator=None, device=None):
     """Draw the times of a training batch (appendix C.2). Returns t, t_stale: (B,) float32.
 
-    t ~ U(1e-3, 1), "antithetic": one row in each of B equal strata, in random order. K and T are
-    drawn per row from the two lists, the age k from 0..K-1, and t' = min(1, t + k/T).
+    t ~ U(1e-3, 1), "antithetic": one row in each of B equal strata, in random order. K and T come
+    from the two lists, the age k from 0..K-1, all per row, and t' = min(1, t + k/T).
     """
     u = torch.rand(5, batch_size, device=device, generator=generator)
     t = 1e-3 + (1 - 1e-3) * (u[0].argsort() + u[1]) / batch_size
@@ -250,9 +258,7 @@ def sample_times(batch_size, refresh_choices, steps_choices, generator=None, dev
 
 def _weighted_ce(logits, x, masked, t, teacher=None, ce=1.0, kl=1.0):
     """(1/L) sum over masked l of CE_l / t: (B,) nats per token. logits: (N, V) at masked (B, L).
-
-    Given the logits (N, V) of a teacher, ce * CE + kl * KL(teacher || model) takes the place of CE.
-    """
+    Given a teacher's logits, ce * CE + kl * KL(teacher || model) takes the place of CE."""
     log_q = logits.float().log_softmax(-1)  # float32 under autocast too
     loss = F.nll_loss(log_q, x[masked], reduction="none")
     if teacher is not None:
@@ -383,8 +389,8 @@ def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, rev
     if a token is revealed. alpha_t, alpha_s, sigma: floats, (B, 1) or (B, L); sigma is cut to its
     largest valid value. fixed: (B, L) bool, never remasked. reveal: (B, L) bool, the tokens to reveal
     instead of the random choice. confidence: (B, L) float, updated in place with the probability of
-    each revealed token; by_confidence gives the doubtful ones more of sigma.
-    Raises ValueError unless 0 <= alpha_t <= alpha_s <= 1 and alpha_t < 1.
+    each revealed token; by_confidence gives the doubtful ones more of sigma. Raises ValueError
+    unless 0 <= alpha_t <= alpha_s <= 1 and alpha_t < 1.
     """
     as_tensor = partial(torch.as_tensor, dtype=torch.float32, device=z.device)
     alpha_t, alpha_s, sigma = map(as_tensor, (alpha_t, alpha_s, sigma))
@@ -413,8 +419,8 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
     """Write text (Algorithm 1). Returns z (B, L) int64 without masks, and stats.
 
     steps = T, or None for one token per step in random order, the exact limit T -> infinity.
-    refresh_every = K: the anchor network runs at steps 0, K, 2K, ...
-    prompt: (L,) or (B, L) int64, mask_id where text is wanted; the rest is held fixed.
+    refresh_every = K: the anchor network runs at steps 0, K, 2K, ... prompt: (L,) or (B, L) int64,
+    mask_id where text is wanted; the rest is held fixed.
     callback(step, z, age) is called after every step. remask_options: see remask_schedule.
     stats: steps, and the calls really made (anchor_calls, denoiser_calls, layer_calls): as there is
     no time input, a step that reveals nothing needs no prediction, and an anchor that no prediction
@@ -465,7 +471,7 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
 
 
 def layer_calls(config, steps, refresh_every):
-    """Layers that TADM or ADLM run in T steps (Eq. 11, S has none): T L_D + ceil(T / K) L_A."""
+    """Eq. 11, layers that TADM or ADLM run in T steps (S has none): T L_D + ceil(T / K) L_A."""
     return steps * config.n_denoiser + -(-steps // refresh_every) * config.n_anchor
 
 
@@ -475,9 +481,8 @@ def layer_calls(config, steps, refresh_every):
 class PairedFusion(nn.Module):
     """Correct the anchor of a finished model by what changed in its shallow state (Eq. 48-56).
 
-    c, c_cached: (B, L, d), shallow states of the current canvas and of the anchor's; h_cached, the
-    anchor: (B, L, d). Returns (B, L, d): h_cached exactly if c equals c_cached, as M is 0 then, and
-    at the start always. Attention carries a change at one place to all others.
+    c, c_cached: shallow states of the current canvas and of the anchor's; h_cached, the anchor: all
+    (B, L, d). Returns (B, L, d): exactly h_cached if c equals c_cached (M = 0), and at the start.
     """
 
     def __init__(self, d_model, rank, n_heads=4):
@@ -527,12 +532,11 @@ class PostTrained(MDLM):
         self.load_state_dict(base.state_dict())
         self.requires_grad_(False)
         n_anchor = len(self.blocks) - n_shared - n_denoiser
-        if min(n_shared, n_anchor - 1, n_denoiser) < 0:
+        if min(n_shared, n_anchor - 1, n_denoiser - 1) < 0:
             raise ValueError(f"{len(self.blocks)} layers cannot be split like that")
         self.split, self.naive = (n_shared, n_shared + n_anchor), naive
-        # A prediction on the anchor's own canvas takes S from the cache, a naive one always does.
-        cached = n_shared if naive else 0
-        self.depths = (n_anchor + cached, n_shared + n_denoiser - cached)
+        again = 0 if naive else n_shared  # a prediction on the anchor's own canvas has S cached
+        self.depths = (len(self.blocks) - n_denoiser - again, n_denoiser + again)
         self.fusion = PairedFusion(base.config.d_model, rank, n_heads)
 
     def shared(self, z):
@@ -543,13 +547,13 @@ class PostTrained(MDLM):
         h = self.blocks[self.split[0] : self.split[1]](c)
         return z, c, h, None if self.naive else self.fusion.remember(c, h)
 
-    def hidden(self, z, cache):
+    def predict(self, z, cache, where=None):
         z_cached, c_cached, h, memory = cache
         if not (self.naive or torch.equal(z, z_cached)):  # the same canvas needs no correction
             if torch.is_grad_enabled():
                 memory = None  # a rollout's has no gradients
             h = self.fusion(self.shared(z), c_cached, h, memory)
-        return self.norm(self.blocks[self.split[1] :](h))
+        return self.read(self.blocks[self.split[1] :], h, where)
 
 
 @torch.no_grad()
@@ -560,23 +564,20 @@ def rollout(model, x, age, steps, remask="none", generator=None, **remask_option
     the masked share t (B,) that the schedule gives z. Raises ValueError unless age < steps.
     """
     if age.max() >= steps:
-        raise ValueError(f"an age of {int(age.max())} needs more than {steps} steps")
-
-    def schedule(level):
-        rows = [remask_schedule(remask, i / steps, (i - 1) / steps, **remask_options)
-                for i in level.tolist()]
-        return torch.tensor(rows, device=x.device).T[..., None]  # (3, B, 1)
-
+        raise ValueError("every age must be smaller than steps")
+    table = [remask_schedule(remask, i / steps, (i - 1) / steps, **remask_options)
+             for i in range(1, steps + 1)]
+    table = torch.tensor(table, device=x.device).T[..., None]  # (3, T, 1): alpha_t, alpha_s, sigma
     t = sample_times(len(x), [1], [1], generator, x.device)[0]
     level = (t * steps + 0.5).long().clamp(max=steps).maximum(age + 1)  # i_a, on the grid
-    z = corrupt(x, 1 - schedule(level)[0, :, 0], model.mask_id, generator)
+    z = corrupt(x, 1 - table[0, level - 1, 0], model.mask_id, generator)
     cache, confidence = model.refresh(z), torch.ones(z.shape, device=z.device)
     for j in range(int(age.max())):
-        z_s = reverse_step(z, partial(logits_at, model, z, cache), *schedule((level - j).clamp_min(1)),
-                           model.mask_id, confidence=confidence, by_confidence=remask == "conf",
-                           generator=generator)
+        step = table[:, (level - j).clamp_min(1) - 1]  # a finished row steps too, for nothing
+        z_s = reverse_step(z, partial(logits_at, model, z, cache), *step, model.mask_id,
+                           confidence=confidence, by_confidence=remask == "conf", generator=generator)
         z = torch.where((j < age)[:, None], z_s, z)
-    return z, cache, 1 - schedule(level - age)[0, :, 0]
+    return z, cache, 1 - table[0, level - age - 1, 0]
 
 
 def posttrain_loss(student, teacher, x, steps, ages=(0, 1, 2), kd_weight=1.0, generator=None):
@@ -586,12 +587,11 @@ def posttrain_loss(student, teacher, x, steps, ages=(0, 1, 2), kd_weight=1.0, ge
     tokens x (B, L), plus kd_weight * KL(teacher || student). Weighted by 1/t, as in t_anelbo.
     """
     # 1. Where the sampler gets with an anchor of age 0, 1 or 2: without gradients.
-    age = torch.randint(len(ages), (len(x),), generator=generator, device=x.device)
-    age = torch.tensor(ages, device=x.device)[age]
+    row = torch.randint(len(ages), (len(x),), generator=generator, device=x.device)
+    age = torch.tensor(ages, device=x.device)[row]
     z, cache, t = rollout(student, x, age, steps, generator=generator)
     # 2. Predict there once more, with gradients, and ask the teacher, which sees all of z.
     masked = z == student.mask_id
     logits = logits_at(student, z, cache, masked)
-    with torch.no_grad():
-        wanted = logits_at(teacher, z, teacher.refresh(z), masked)
+    wanted = logits_at(teacher, z, teacher.refresh(z), masked).detach()
     return _weighted_ce(logits, x, masked, t, wanted, kl=kd_weight).mean()  # 3. Eq. 14

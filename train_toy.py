@@ -53,8 +53,8 @@ class DownloadError(UserError):
 
 def posttrained(config, naive=False):
     """An MDLM of 6 + 2 layers is split into 1 shared one, 5 of the anchor and 2 of the denoiser."""
-    rank = 8 * (5 * config.d_model // 64 or 1)  # 40 for d = 64
-    return tadm.PostTrained(tadm.MDLM(config), 1, config.n_denoiser, rank, n_heads=8, naive=naive)
+    rank = 4 * (5 * config.d_model // 32 or 1)  # 40 for d = 64
+    return tadm.PostTrained(tadm.MDLM(config), 1, config.n_denoiser, rank, naive=naive)
 
 
 MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM, "posttrained": posttrained}
@@ -286,7 +286,7 @@ STORIES = {"seq_len": None, "steps": 3200}  # the length is that of the longest 
 # Eq. 14 with lambda = 1 learns less here. The tokens revealed in a rollout are not those of x, so the
 # likeliest clean tokens are what a model that had not seen them would say: naive reuse. See README.
 KD_WEIGHT = 100.0
-POSTTRAIN = {"steps": 1800, "batch_size": 16, "lr": 5e-3, "model": "posttrained"}
+POSTTRAIN = {"steps": 2000, "batch_size": 16, "lr": 5e-3, "model": "posttrained"}
 FREE_TO_CHANGE = {"resume", "steps", "out", "device", "compile"}  # when a run is resumed
 OF_THE_BASE = ("model", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor", "n_denoiser")
 
@@ -609,8 +609,8 @@ def valid_share(z, tokenizer):
 
 def report(model, x_val, tokenizer, args):
     """Print the closing table, three samples and the command to try next."""
-    L, n, x, device = args.seq_len, 64, x_val[:512], x_val.device
     post, stories = args.model == "posttrained", args.data == "stories"
+    L, n, x, device = args.seq_len, 64, x_val[: 256 if post else 512], x_val.device
     single = args.n_anchor or args.n_denoiser  # layers of a single-stage model of that depth
     T, teacher, rows = 2 * L, None, [(args.model, model, K) for K in (1, 2, 4, 8)]
     if args.model == "mdlm":
