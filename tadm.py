@@ -496,6 +496,7 @@ class PairedFusion(nn.Module):
         self.up = linear(rank, d_model)  # W_up
         for layer in (self.reduce_c, self.reduce_h, self.qkv, self.out, self.mlp[0], self.mlp[2]):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5)  # keeps an RMS of 1
+        nn.init.normal_(self.qkv.weight[: 2 * rank], std=0.5 * (2 * rank) ** -0.5)  # soft attention
         nn.init.zeros_(self.up.weight)
         nn.init.constant_(self.gate[-1].bias, -3.0)
 

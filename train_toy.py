@@ -320,6 +320,8 @@ def parse(argv):
     add("--steps", type=count, help="training steps")
     add("--batch-size", type=count, help="canvases per step")
     add("--lr", type=number(float, 1e-9), help="peak learning rate")
+    add("--anchors", choices=("stale", "fresh"),
+        help="in training (default: stale for tadm, fresh for adlm as its authors do)")
     add("--gamma", type=number(float, 0), help="weight of the anchor's supervision (default 0)")
     add("--seq-len", type=count, help="canvas length L, in tokens")
     add("--vocab-size", type=count, help="at most this many tokens V")
@@ -360,6 +362,7 @@ def settings(given):
         args |= {k: v for k, v in base.items() if k not in FREE_TO_CHANGE} | POSTTRAIN | given
     elif args["data"] == "stories":
         args |= STORIES | given
+    args.setdefault("anchors", "fresh" if args["model"] == "adlm" else "stale")
     if args["gamma"] > 0 and not hasattr(MODELS[args["model"]], "anchor_logits"):
         raise UserError(f"--gamma supervises an anchor, {args['model']} has none: leave it out")
     if not args["resume"]:
@@ -508,8 +511,8 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
           f"d = {args.d_model}, L = {args.seq_len}, V = {config.vocab_size}, {n_weights:,} weights; "
           f"{len(x_train):,} canvases to train on, {len(x_val):,} to validate")
 
-    # Staleness as in C.2: K in {1, 2, 4, 8}, T from L/8 to 4L. ADLM: fresh anchors only.
-    refresh_choices = [1, 2, 4, 8] if args.model == "tadm" else [1]
+    # Staleness as in C.2: K in {1, 2, 4, 8}, T from L/8 to 4L.
+    refresh_choices = [1, 2, 4, 8] if args.anchors == "stale" else [1]
     steps_choices = [max(1, args.seq_len * 2**i // 8) for i in range(6)]
     rollout_steps = [max(3, args.seq_len // 8), max(3, args.seq_len // 4)]  # ages are 0, 1 and 2
     every = max(1, args.steps // 10)  # evaluation and checkpoint
