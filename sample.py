@@ -3,17 +3,34 @@
     python sample.py                                     # three texts from out/tadm.pt
     python sample.py --prompt "Once upon a time" --refresh-every 8
     python sample.py --prompt "Once upon a time, ___ and Mia went to the [MASK]." --watch
+    python sample.py --compare out/tadm.pt out/mdlm.pt   # the same questions to several models
 """
 
 import argparse
+import math
 import re
 import sys
 import time
+from collections import Counter, defaultdict
 
 import torch
+from tqdm import tqdm
 
 import tadm
-from train_toy import UserError, build, fail, load_checkpoint, number, pick_device, shielded
+from train_toy import (
+    UserError,
+    build,
+    fail,
+    load_checkpoint,
+    load_data,
+    number,
+    pick_device,
+    posttrained,
+    shielded,
+    step_generator,
+    story_entropy,
+    valid_share,
+)
 
 HOLE = re.compile(r"( ?(?:\[MASK\]|_{3,}))")  # one hidden token; a token brings its own space
 
@@ -36,6 +53,10 @@ def parse(argv):
     add("--prompt", default="", help="how the text begins; ___ or [MASK] hides one token in it")
     add("--naive", action="store_true", help="reuse a post-trained model's anchor without its fusion")
     add("--watch", action="store_true", help="show the first canvas step by step")
+    add("--compare", nargs="+", metavar="CKPT", help="measure these checkpoints and print tables")
+    add("--judge", metavar="CKPT", help="with --compare: rate the samples by this model's bound")
+    add("--quick", action="store_true", help="with --compare: one seed and few canvases")
+    add("--markdown", action="store_true", help="with --compare: print Markdown")
     add("--device", default="auto", help="auto (default) or a name that torch knows")
     return parser.parse_args(argv)
 
@@ -89,9 +110,133 @@ class Watch:
         return f"\x1b[0;{color}m{self.text(new)}"
 
 
+# -------------------------------------------------------------------------------- comparison
+
+COLUMNS = ("bound", "gap", "valid", "perplexity", "entropy", "layers", "+ fusion", "tokens/s", "speed-up")
+LEGEND = """
+bound: nats/token under that K and T; gap: bound less the true entropy; valid: share of valid stories;
+perplexity: of the samples, exp of the judge's bound; entropy: nats/token of the words inside a
+sample; layers: layer calls per step relative to {n} layers, then with the fusion counted as its share
+of a layer; speed-up: over {ref}, K = 1. Mean +- standard error of {seeds} seed(s)."""
+
+
+def fusion_share(model):
+    """Multiply-adds of the fusion as a share of a layer's; 0 without a fusion."""
+    if not hasattr(model, "fusion") or getattr(model, "naive", False):
+        return 0.0
+    d, L = model.config.d_model, model.config.seq_len
+    work = sum(p.numel() for p in model.fusion.parameters() if p.dim() == 2)
+    if isinstance(model.fusion, tadm.PairedFusion):
+        work += 2 * L * model.fusion.out.in_features  # its attention
+    return work / (12 * d * d + 2 * L * d)
+
+
+def unigram_entropy(z):
+    """Entropy of the token frequencies inside each canvas of z (N, L), averaged: nats per token."""
+    shares = [torch.tensor([*Counter(row).values()]) / len(row) for row in z.tolist()]
+    return sum(-float((p * p.log()).sum()) for p in shares) / len(shares)
+
+
+def measure(model, judge, tokenizer, x, n, stories, single, K, T, seed):
+    """A value, or None where it does not apply, for each of COLUMNS; the last is still tokens/s."""
+    L = x.shape[1]
+    noise = [step_generator(seed, i, x.device) for i in range(3)]
+    nats = float(tadm.bound(model, x, T, K, noise[0]).mean())
+    begin = time.time()
+    z, stats = tadm.sample(model, n, L, T, K, generator=noise[1])
+    speed = z.numel() / (time.time() - begin)
+    perplexity = judge and math.exp(tadm.bound(judge, z, None, generator=noise[2]).mean())
+    layers, fused = stats["layer_calls"], stats["denoiser_calls"] * fusion_share(model)
+    return (nats, nats - story_entropy() / L if stories else None,
+            valid_share(z, tokenizer) if stories else None, perplexity, unigram_entropy(z),
+            layers / T / single, (layers + fused) / T / single, speed, speed)
+
+
+def cell(values):
+    """Mean +- standard error of one column over the seeds."""
+    if values[0] is None:
+        return "-"
+    v = torch.tensor(values)
+    digits = 0 if v.mean() >= 100 else 2 if v.mean() >= 1 else 4
+    error = f" +- {v.std() / math.sqrt(len(v)):.{digits}f}" if len(v) > 1 else ""
+    return f"{v.mean():.{digits}f}{error}"
+
+
+def compare(args, device):
+    """Print one table for each question: quality against K, and against T."""
+    models, first = {}, load_checkpoint(args.compare[0])
+    for path in dict.fromkeys([*args.compare, args.judge or args.compare[0]]):
+        checkpoint = load_checkpoint(path)
+        models[path], tokenizer = build(checkpoint, device)
+        if checkpoint["vocab"] != first["vocab"]:
+            raise UserError(f"{path} and {args.compare[0]} were not trained on the same data")
+    judge = models[args.judge] if args.judge else None
+    models = {path: models[path] for path in args.compare}
+    for path, model in list(models.items()):
+        if isinstance(model, tadm.PostTrained):
+            naive = posttrained(model.config, naive=True)
+            naive.load_state_dict(model.state_dict())
+            models[f"{path}, naive"] = naive.to(device).eval()
+    single = max(m.config.n_anchor for m in models.values()) or 1
+    n, seeds = (16, 1) if args.quick else (64, 3)
+    data = argparse.Namespace(**first["args"])
+    x = load_data(data)[1][: 4 * n].to(device)
+    L = x.shape[1]
+    questions = {
+        f"Quality and cost against the refresh interval K, T = {2 * L}":
+            [(name, K, 2 * L) for name in models for K in (1, 2, 4, 8)],
+        "Staleness against the number of steps T":
+            [(name, K, T) for name in models for T in (L, 2 * L, 4 * L) for K in (1, 8)],
+    }
+    for title, rows in questions.items():  # without an anchor, K changes nothing
+        questions[title] = [row for row in rows if row[1] == 1 or models[row[0]].depths[0]]
+    todo, found = {row for rows in questions.values() for row in rows}, defaultdict(list)
+    with tqdm(total=len(todo) * seeds, unit="row") as bar:
+        for seed in range(seeds):  # every seed visits all rows: the machine's moods hit all alike
+            for name, K, T in sorted(todo):
+                found[name, K, T].append(measure(models[name], judge, tokenizer, x, n,
+                                                 data.data == "stories", single, K, T, seed))
+                bar.update()
+    reference = next((name for name, m in models.items() if isinstance(m, tadm.ADLM)), args.compare[0])
+    for title, rows in questions.items():
+        table = [["model", "K", "T", *COLUMNS]]
+        for name, K, T in rows:
+            columns = [list(column) for column in zip(*found[name, K, T])]
+            columns[-1] = [v / r[-1] for v, r in zip(columns[-1], found[reference, 1, T])]
+            table.append([name, str(K), str(T), *map(cell, columns)])
+        show(title, table, args.markdown)
+        if args.markdown and rows[0][2] == rows[-1][2]:
+            chart(title, {name: [found[name, K, 2 * L][0][0] for K in (1, 2, 4, 8)]
+                          for name in models if models[name].depths[0]})
+    print(LEGEND.format(n=single, ref=reference, seeds=seeds))
+    return 0
+
+
+def show(title, table, markdown):
+    """Print rows of strings, the first one the head, as plain columns or as Markdown."""
+    width = [max(map(len, column)) for column in zip(*table)]
+    print(f"\n{'### ' * markdown}{title}\n")
+    for i, row in enumerate(table):
+        row = [row[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(row[1:], width[1:]))]
+        print(f"| {' | '.join(row)} |" if markdown else "  ".join(row))
+        if markdown and i == 0:
+            print("|---" + "|--:" * (len(row) - 1) + "|")
+
+
+def chart(title, lines):
+    """Print a mermaid chart of the bound against K: one line per model, in the order given."""
+    print(f'\n```mermaid\nxychart-beta\n  title "{title}"\n  x-axis "K" [1, 2, 4, 8]\n'
+          '  y-axis "bound, nats/token"')
+    for values in lines.values():
+        print(f"  line [{', '.join(f'{v:.4f}' for v in values)}]")
+    print("```\n\nLines, from the first: " + ", ".join(lines))
+
+
 def run(argv):
     args = parse(argv)
     device = pick_device(args.device)
+    if args.compare:
+        return compare(args, device)
     model, tokenizer = build(load_checkpoint(args.checkpoint), device)
     if args.naive and not isinstance(model, tadm.PostTrained):
         raise UserError("--naive needs a post-trained model: leave it out")

@@ -534,6 +534,14 @@ def test_confidence_remasks_the_doubtful():
               "sigma_max * softmax(-probability)")
 
 
+def test_confidence_is_split_over_visible_tokens_only():
+    z, sure = torch.full((1, 40_000), 2), torch.ones(1, 40_000)
+    logits = torch.zeros(1, 40_000, 2)
+    new = tadm.reverse_step(z, logits, 0.4, 0.7, 1e4, 2, confidence=sure, by_confidence=True,
+                            generator=rng())
+    close((new != 2).float().mean(), 0.5, 0.012, "conf: nothing visible, so sigma = 0 in Eq. 17")
+
+
 # ---------------------------------------------------------------------------- drawing tokens
 
 
@@ -823,6 +831,9 @@ def test_rollout(kind):
     assert len(model.refreshed) == 1 and len(model.predicted) == 2, "one anchor, max(k) predictions"
     start = model.refreshed[0]
     assert torch.equal(cache, start), "Eq. 13: the anchor is that of the first canvas"
+    first, second = (seen for seen, _ in model.predicted)
+    assert torch.equal(first, start), "step 1 predicts from the anchor's canvas"
+    assert torch.equal(second[age == 1], z[age == 1]), "step 2 predicts from where step 1 ended"
     assert torch.equal(z[age == 0], start[age == 0]), "age 0: no step is made"
     new = (z != start) & (start == 3)
     assert all(new[age == k].any() for k in (1, 2)), "Eq. 13: k reverse steps reveal tokens"
@@ -912,7 +923,10 @@ def test_kl_of_the_cached_policy_in_closed_form(steps, K):
     """Twins: the teacher is sure and a stale student is not when the other token came since."""
     x = torch.tensor(TWINS).repeat(3000, 1)
     truth = math.log(2) * sum((steps - i) % K for i in range(1, steps + 1)) / steps**2
-    nats = tadm.bound(Posterior(TWINS, 2, stale=True), x, steps, K, rng(), teacher=Posterior(TWINS, 2))
+    student, teacher = Posterior(TWINS, 2, stale=True), Posterior(TWINS, 2)
+    nats = tadm.bound(student, x, steps, K, rng(), teacher=teacher)
+    for (z, _), (seen, cache) in zip(student.predicted, teacher.predicted):
+        assert torch.equal(z, seen) and torch.equal(z, cache), "the teacher sees all of z_t, fresh"
     close(nats.mean(), truth, 0.012, f"KL(teacher || model) under the cached policy, K = {K}")
 
 
@@ -1326,6 +1340,51 @@ def test_bad_input_to_sampling(tales, tmp_path, capsys):
                         ("--top-p", 2), ("--remask", "never")):
         assert flag.strip("-") in wrong(main, [path, flag, value], capsys)
     assert "steps" in wrong(main, [path, "--one-by-one", "--remask", "cap"], capsys)
+
+
+def test_compare_measures_what_the_sampler_and_the_bound_say(mdlm, tales, capsys):
+    argv, out = mdlm
+    assert train_toy.main(tales) == train_toy.main(argv) == 0
+    capsys.readouterr()
+    paths = [f"{out}/{name}.pt" for name in ("tadm", "posttrained", "mdlm")]
+    assert sample_script.main(["--compare", *paths, "--judge", paths[0], "--quick", "--markdown"]) == 0
+    printed = capsys.readouterr().out
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in printed.splitlines() if "|" in line]
+    table = {tuple(row[:3]): dict(zip(rows[0], row)) for row in rows if row[1].isdigit()}
+    names = [paths[0], paths[1], f"{paths[1]}, naive"]
+    assert set(table) == {(n, str(K), "24") for n in names for K in (1, 2, 4, 8)} | {
+        (n, str(K), str(T)) for n in names for K in (1, 8) for T in (12, 24, 48)} | {
+        (paths[2], "1", str(T)) for T in (12, 24, 48)}
+    model, tokenizer = train_toy.build(train_toy.load_checkpoint(paths[0]), "cpu")
+    x = train_toy.load_data(options(data=tales[1], seq_len=12))[1]
+    nats = tadm.bound(model, x, 24, 4, train_toy.step_generator(0, 0, "cpu")).mean()
+    row = table[paths[0], "4", "24"]
+    close(float(row["bound"]), float(nats), 0.01, "--compare: bound under K = 4 and T = 24")
+    z, stats = tadm.sample(model, 16, 12, 24, 4, generator=train_toy.step_generator(0, 1, "cpu"))
+    close(float(row["layers"]), stats["layer_calls"] / 24 / 2, 0.01, "layer calls, in layers of the anchor")
+    nats = tadm.bound(model, z, None, generator=train_toy.step_generator(0, 2, "cpu")).mean()
+    close(float(row["perplexity"]) / math.exp(nats), 1, 0.02, "exp of the judge's bound on the samples")
+    assert row["valid"] == row["gap"] == "-", "no grammar, no truth to compare with"
+    assert table[paths[1], "1", "24"]["bound"] == table[names[2], "1", "24"]["bound"], "K = 1"
+    assert "xychart-beta" in printed
+    other = train_toy.load_checkpoint(paths[0])
+    torch.save(other | {"vocab": other["vocab"][::-1]}, f"{out}/other.pt")
+    assert "not trained on the same data" in wrong(
+        sample_script.main, ["--compare", paths[0], f"{out}/other.pt"], capsys)
+
+
+def test_entropy_of_samples_and_work_of_a_fusion():
+    z = torch.tensor([[0, 0, 1, 1], [2, 2, 2, 2]])
+    close(sample_script.unigram_entropy(z), math.log(2) / 2, 1e-6, "mean over canvases")
+    d, L, r = 8, 6, 4  # one layer: q, k, v, out 4 d^2; MLP 8 d^2; attention 2 L d per token
+    layer = 12 * d * d + 2 * L * d
+    gated = (2 * d) * d + (2 * d) * (4 * d) + (4 * d) * d
+    paired = 2 * d * r + 2 * r * 3 * r + r * r + 4 * r * r + (4 * r * r + r) + r * d + 2 * L * r
+    base = tadm.MDLM(DEEP)
+    for model, work in ((tadm.TADM(DEEP), gated), (base, 0),
+                        (tadm.PostTrained(base, 1, 1, r), paired),
+                        (tadm.PostTrained(base, 1, 1, r, naive=True), 0)):
+        close(sample_script.fusion_share(model), work / layer, 1e-9, "multiply-adds of the fusion")
 
 
 def test_watch_draws_the_canvas(capsys):
