@@ -374,7 +374,8 @@ def settings(given):
         if name not in FREE_TO_CHANGE and value != trained.get(name):
             raise UserError(f"{path} was trained with --{name.replace('_', '-')} {trained.get(name)}: "
                             "to resume it, leave that option as it was")
-    return argparse.Namespace(**trained | {"resume": True, "out": args["out"]} | given), checkpoint
+    args |= trained | {"resume": True, "out": args["out"]} | given
+    return argparse.Namespace(**args), checkpoint
 
 
 def pick_device(name):
