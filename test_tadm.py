@@ -1355,7 +1355,7 @@ def test_compare_measures_what_the_sampler_and_the_bound_say(mdlm, tales, capsys
     assert set(table) == {(n, str(K), "24") for n in names for K in (1, 2, 4, 8)} | {
         (n, str(K), str(T)) for n in names for K in (1, 8) for T in (12, 24, 48)} | {
         (paths[2], "1", str(T)) for T in (12, 24, 48)}
-    model, tokenizer = train_toy.build(train_toy.load_checkpoint(paths[0]), "cpu")
+    model, _ = train_toy.build(train_toy.load_checkpoint(paths[0]), "cpu")
     x = train_toy.load_data(options(data=tales[1], seq_len=12))[1]
     nats = tadm.bound(model, x, 24, 4, train_toy.step_generator(0, 0, "cpu")).mean()
     row = table[paths[0], "4", "24"]

@@ -450,7 +450,7 @@ def build(checkpoint, device):
         model = MODELS[checkpoint["model"]](tadm.Config(**checkpoint["config"])).to(device)
         model.load_state_dict(checkpoint["ema"])
         tokenizer = Tokenizer(checkpoint["vocab"])
-        whole = len(tokenizer.vocab) == model.mask_id and finite(model)
+        whole = len(tokenizer.vocab) == model.mask_id and finite(model) and checkpoint["args"]["data"]
     except (LookupError, TypeError, ValueError, RuntimeError):
         whole = False
     if not whole:
