@@ -58,7 +58,14 @@ def parse(argv):
     add("--quick", action="store_true", help="with --compare: one seed and few canvases")
     add("--markdown", action="store_true", help="with --compare: print Markdown")
     add("--device", default="auto", help="auto (default) or a name that torch knows")
-    return parser.parse_args(argv)
+    args, default = parser.parse_args(argv), vars(parser.parse_args([]))
+    for name in (name for name, value in vars(args).items() if value != default[name]):
+        flag = f"--{name.replace('_', '-')}"
+        if name in ("judge", "quick", "markdown") and not args.compare:
+            fail(f"{flag} needs --compare")
+        if name not in ("judge", "quick", "markdown", "device", "compare") and args.compare:
+            fail(f"{flag} has no effect with --compare: leave it out")
+    return args
 
 
 def prompt_canvas(text, tokenizer, seq_len):
@@ -112,12 +119,13 @@ class Watch:
 
 # -------------------------------------------------------------------------------- comparison
 
-COLUMNS = ("bound", "gap", "valid", "perplexity", "entropy", "layers", "+ fusion", "tokens/s", "speed-up")
+COLUMNS = {"bound": 4, "gap": 4, "valid": 2, "perplexity": 2, "entropy": 2, "layers": 2,
+           "+ fusion": 2, "tokens/s": 0, "speed-up": 2}  # and how many digits
 LEGEND = """
 bound: nats/token under that K and T; gap: bound less the true entropy; valid: share of valid stories;
 perplexity: of the samples, exp of the judge's bound; entropy: nats/token of the words inside a
-sample; layers: layer calls per step relative to {n} layers, then with the fusion counted as its share
-of a layer; speed-up: over {ref}, K = 1. Mean +- standard error of {seeds} seed(s)."""
+sample; layers: layer calls per step relative to the {n} layers of a single-stage model, then with the
+fusion counted as its share of a layer; speed-up: over {ref}, K = 1. Seeds: {seeds}{error}."""
 
 
 def fusion_share(model):
@@ -152,12 +160,11 @@ def measure(model, judge, tokenizer, x, n, stories, single, K, T, seed):
             layers / T / single, (layers + fused) / T / single, speed, speed)
 
 
-def cell(values):
+def cell(values, digits):
     """Mean +- standard error of one column over the seeds."""
     if values[0] is None:
         return "-"
     v = torch.tensor(values)
-    digits = 0 if v.mean() >= 100 else 2 if v.mean() >= 1 else 4
     error = f" +- {v.std() / math.sqrt(len(v)):.{digits}f}" if len(v) > 1 else ""
     return f"{v.mean():.{digits}f}{error}"
 
@@ -168,8 +175,8 @@ def compare(args, device):
     for path in dict.fromkeys([*args.compare, args.judge or args.compare[0]]):
         checkpoint = load_checkpoint(path)
         models[path], tokenizer = build(checkpoint, device)
-        if checkpoint["vocab"] != first["vocab"]:
-            raise UserError(f"{path} and {args.compare[0]} were not trained on the same data")
+        if checkpoint.get("data_hash") != first.get("data_hash"):
+            raise UserError(f"{path} and {args.compare[0]} were not trained on the same canvases")
     judge = models[args.judge] if args.judge else None
     models = {path: models[path] for path in args.compare}
     for path, model in list(models.items()):
@@ -177,7 +184,8 @@ def compare(args, device):
             naive = posttrained(model.config, naive=True)
             naive.load_state_dict(model.state_dict())
             models[f"{path}, naive"] = naive.to(device).eval()
-    single = max(m.config.n_anchor for m in models.values()) or 1
+    stages = [m.depths[1] for m in models.values() if type(m) is tadm.MDLM]
+    single = (stages or [max(m.config.n_anchor for m in models.values())])[0]
     n, seeds = (16, 1) if args.quick else (64, 3)
     data = argparse.Namespace(**first["args"])
     x = load_data(data)[1][: 4 * n].to(device)
@@ -192,23 +200,29 @@ def compare(args, device):
         questions[title] = [row for row in rows if row[1] == 1 or models[row[0]].depths[0]]
     todo, found = {row for rows in questions.values() for row in rows}, defaultdict(list)
     with tqdm(total=len(todo) * seeds, unit="row") as bar:
-        for seed in range(seeds):  # every seed visits all rows: the machine's moods hit all alike
-            for name, K, T in sorted(todo):
-                found[name, K, T].append(measure(models[name], judge, tokenizer, x, n,
-                                                 data.data == "stories", single, K, T, seed))
-                bar.update()
+        try:
+            for seed in range(seeds):  # a seed visits all rows: the machine's moods hit all alike
+                for name, K, T in sorted(todo):
+                    found[name, K, T].append(measure(models[name], judge, tokenizer, x, n,
+                                                     data.data == "stories", single, K, T, seed))
+                    bar.update()
+        except KeyboardInterrupt:
+            seeds = min(len(found[row]) for row in todo)
+            if seeds == 0:
+                raise
     reference = next((name for name, m in models.items() if isinstance(m, tadm.ADLM)), args.compare[0])
     for title, rows in questions.items():
         table = [["model", "K", "T", *COLUMNS]]
         for name, K, T in rows:
-            columns = [list(column) for column in zip(*found[name, K, T])]
+            columns = [list(column) for column in zip(*found[name, K, T][:seeds])]
             columns[-1] = [v / r[-1] for v, r in zip(columns[-1], found[reference, 1, T])]
-            table.append([name, str(K), str(T), *map(cell, columns)])
+            table.append([name, str(K), str(T), *map(cell, columns, COLUMNS.values())])
         show(title, table, args.markdown)
         if args.markdown and rows[0][2] == rows[-1][2]:
-            chart(title, {name: [found[name, K, 2 * L][0][0] for K in (1, 2, 4, 8)]
-                          for name in models if models[name].depths[0]})
-    print(LEGEND.format(n=single, ref=reference, seeds=seeds))
+            chart(title, {name: [sum(r[0] for r in found[name, K, 2 * L][:seeds]) / seeds
+                                 for K in (1, 2, 4, 8)] for name in models if models[name].depths[0]})
+    print(LEGEND.format(n=single, ref=reference, seeds=seeds,
+                        error="; mean +- standard error" * (seeds > 1)))
     return 0
 
 
@@ -229,7 +243,7 @@ def chart(title, lines):
           '  y-axis "bound, nats/token"')
     for values in lines.values():
         print(f"  line [{', '.join(f'{v:.4f}' for v in values)}]")
-    print("```\n\nLines, from the first: " + ", ".join(lines))
+    print("```\n\nLines, from the first (models with an anchor only): " + ", ".join(lines))
 
 
 def run(argv):

@@ -550,9 +550,9 @@ class PostTrained(MDLM):
 
     def predict(self, z, cache, where=None):
         z_cached, c_cached, h, memory = cache
-        if not (self.naive or torch.equal(z, z_cached)):  # the same canvas needs no correction
-            if torch.is_grad_enabled():
-                memory = None  # a rollout's has no gradients
+        if torch.is_grad_enabled():
+            memory = None  # a rollout's has no gradients
+        if not self.naive and (memory is None or not torch.equal(z, z_cached)):  # else M = 0
             h = self.fusion(self.shared(z), c_cached, h, memory)
         return self.read(self.blocks[self.split[1] :], h, where)
 

@@ -912,7 +912,7 @@ def test_kl_is_zero_for_a_student_that_equals_its_teacher(base):
     student = tadm.PostTrained(base, 1, 1, 4)
     x = torch.randint(0, 11, (16, 6), generator=rng())
     one, none = (tadm.posttrain_loss(student, base, x, 6, (0,), kd, rng(1)) for kd in (1.0, 0.0))
-    close(one, float(none), 1e-6, "Eq. 14: KL(teacher || student) = 0 at age 0")
+    close(one, none.item(), 1e-6, "Eq. 14: KL(teacher || student) = 0 at age 0")
     other = tadm.posttrain_loss(student, base, x, 6, (2,), 1.0, rng(1))
     none = tadm.posttrain_loss(student, base, x, 6, (2,), 0.0, rng(1))
     assert other > none + 1e-3, "Eq. 14: naive reuse at age 2 is not the teacher"
@@ -1230,8 +1230,9 @@ def test_post_training_runs_from_end_to_end(mdlm, capsys):
 def test_bad_input_to_post_training(mdlm, tales, tmp_path, capsys):
     argv, out = mdlm
     main = train_toy.main
-    for option in (["--model", "mdlm"], ["--d-model", 16], ["--seq-len", 12], ["--n-anchor", 2]):
+    for option in (["--model", "mdlm"], ["--d-model", 16], ["--seq-len", 12], ["--preset", "gpu"]):
         assert option[0] in wrong(main, [*argv, *option], capsys)
+    assert main([*argv, "--batch-size", "1"]) == 0, "a step whose anchors are all fresh"
     assert "gamma" in wrong(main, [*argv, "--gamma", 1], capsys)
     assert "no checkpoint" in wrong(main, [*argv, "--posttrain", "nowhere.pt"], capsys)
     (tmp_path / "other.txt").write_text("another " * 500, encoding="utf-8")
@@ -1361,16 +1362,18 @@ def test_compare_measures_what_the_sampler_and_the_bound_say(mdlm, tales, capsys
     row = table[paths[0], "4", "24"]
     close(float(row["bound"]), float(nats), 0.01, "--compare: bound under K = 4 and T = 24")
     z, stats = tadm.sample(model, 16, 12, 24, 4, generator=train_toy.step_generator(0, 1, "cpu"))
-    close(float(row["layers"]), stats["layer_calls"] / 24 / 2, 0.01, "layer calls, in layers of the anchor")
+    close(float(row["layers"]), stats["layer_calls"] / 24 / 3, 0.01, "relative to the MDLM's 3 layers")
     nats = tadm.bound(model, z, None, generator=train_toy.step_generator(0, 2, "cpu")).mean()
     close(float(row["perplexity"]) / math.exp(nats), 1, 0.02, "exp of the judge's bound on the samples")
     assert row["valid"] == row["gap"] == "-", "no grammar, no truth to compare with"
     assert table[paths[1], "1", "24"]["bound"] == table[names[2], "1", "24"]["bound"], "K = 1"
     assert "xychart-beta" in printed
     other = train_toy.load_checkpoint(paths[0])
-    torch.save(other | {"vocab": other["vocab"][::-1]}, f"{out}/other.pt")
-    assert "not trained on the same data" in wrong(
-        sample_script.main, ["--compare", paths[0], f"{out}/other.pt"], capsys)
+    torch.save(other | {"data_hash": "another"}, f"{out}/other.pt")
+    main = sample_script.main
+    assert "not trained on the same" in wrong(main, ["--compare", paths[0], f"{out}/other.pt"], capsys)
+    assert "--quick needs" in wrong(main, [paths[0], "--quick"], capsys)
+    assert "--num has no effect" in wrong(main, ["--compare", paths[0], "--num", 1], capsys)
 
 
 def test_entropy_of_samples_and_work_of_a_fusion():
@@ -1423,7 +1426,8 @@ def test_damaged_checkpoints_are_refused(tales, tmp_path, capsys):
     path = tmp_path / "out" / "tadm.pt"
     good = train_toy.load_checkpoint(path)
     broken = good["ema"] | {"head.bias": good["ema"]["head.bias"] * math.nan}
-    for change in ({"ema": broken}, {"ema": {}}, {"vocab": good["vocab"][:-1]}, {"model": "gpt"}):
+    for change in ({"ema": broken}, {"ema": {}}, {"vocab": good["vocab"][:-1]}, {"model": "gpt"},
+                   {"args": {}}, {"args": [1]}, {"args": None}):
         torch.save(good | change, path)
         assert "damaged" in wrong(sample_script.main, [path], capsys)
     torch.save({k: v for k, v in good.items() if k != "optimizer"}, path)

@@ -288,7 +288,8 @@ STORIES = {"seq_len": None, "steps": 3200}  # the length is that of the longest 
 KD_WEIGHT = 100.0
 POSTTRAIN = {"steps": 2000, "batch_size": 16, "lr": 5e-3, "model": "posttrained"}
 FREE_TO_CHANGE = {"resume", "steps", "out", "device", "compile"}  # when a run is resumed
-OF_THE_BASE = ("model", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor", "n_denoiser")
+OF_THE_BASE = ("model", "preset", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor",
+               "n_denoiser", "anchors")
 
 
 def number(kind, low, high=math.inf):
@@ -355,11 +356,16 @@ def settings(given):
     if "posttrain" in given:
         for name in OF_THE_BASE:
             if name in given:
-                fail(f"--{name.replace('_', '-')} is that of the base with --posttrain: leave it out")
-        base = {} if args["resume"] else load_checkpoint(given["posttrain"]).get("args", {})
-        if base and (base["model"] != "mdlm" or min(base["n_anchor"] - 1, base["n_denoiser"]) < 1):
-            fail("--posttrain needs a --model mdlm of --n-anchor 2 and --n-denoiser 1 or more")
-        args |= {k: v for k, v in base.items() if k not in FREE_TO_CHANGE} | POSTTRAIN | given
+                fail(f"--{name.replace('_', '-')} has no effect with --posttrain: leave it out")
+        given["posttrain"] = str(Path(given["posttrain"]).resolve())
+        if not args["resume"]:
+            base = load_checkpoint(given["posttrain"])
+            config = build(base, "cpu")[0].config
+            if base["model"] != "mdlm" or config.n_anchor < 2:
+                fail(f"--posttrain needs a --model mdlm of --n-anchor 2 or more, this is a "
+                     f"{base['model']} of --n-anchor {config.n_anchor}")
+            args |= {k: v for k, v in base["args"].items() if k not in FREE_TO_CHANGE}
+        args |= POSTTRAIN | given
     elif args["data"] == "stories":
         args |= STORIES | given
     args.setdefault("anchors", "fresh" if args["model"] == "adlm" else "stale")
@@ -450,7 +456,8 @@ def build(checkpoint, device):
         model = MODELS[checkpoint["model"]](tadm.Config(**checkpoint["config"])).to(device)
         model.load_state_dict(checkpoint["ema"])
         tokenizer = Tokenizer(checkpoint["vocab"])
-        whole = len(tokenizer.vocab) == model.mask_id and finite(model) and checkpoint["args"]["data"]
+        whole = len(tokenizer.vocab) == model.mask_id and finite(model)
+        whole &= {"data", "model", "seq_len"} <= set(checkpoint["args"])
     except (LookupError, TypeError, ValueError, RuntimeError):
         whole = False
     if not whole:
@@ -479,7 +486,7 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
         teacher = tadm.MDLM(config).to(device).requires_grad_(False)
         if not checkpoint:
             base, base_tokenizer = build(load_checkpoint(args.posttrain), device)
-            if base_tokenizer.vocab != tokenizer.vocab:
+            if (base_tokenizer.vocab, base.config) != (tokenizer.vocab, config):
                 raise UserError(f"the data {args.data} is not what {args.posttrain} was trained on")
             model.load_state_dict(base.state_dict(), strict=False)  # all but the fusion
     ema = copy.deepcopy(model).eval()
