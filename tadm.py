@@ -141,8 +141,8 @@ class DiffusionLM(nn.Module):
         if where is None:
             return self.head(self.norm(blocks(x)))
         n = where.sum(dim=1, keepdim=True)
-        at = where.int().argsort(dim=1, descending=True, stable=True)[:, : n.max()]
-        x = blocks[-1](blocks[:-1](x), at)
+        at = where.int().argsort(dim=1, descending=True, stable=True)[:, : n.max()]  # True ones first
+        x = blocks[-1](blocks[:-1](x), at)  # (B, Q, d), the first n of each row are wanted
         return self.head(self.norm(x[torch.arange(at.shape[1], device=x.device) < n]))
 
 
