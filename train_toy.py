@@ -57,6 +57,13 @@ def posttrained(config, naive=False):
     return tadm.PostTrained(tadm.MDLM(config), 1, config.n_denoiser, rank, naive=naive)
 
 
+def base_of(model):
+    """The MDLM whose weights a post-trained model holds: its teacher."""
+    teacher, weights = tadm.MDLM(model.config).to(model.head.weight.device), model.state_dict()
+    teacher.load_state_dict({name: weights[name] for name in teacher.state_dict()})
+    return teacher.requires_grad_(False).eval()
+
+
 MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM, "posttrained": posttrained}
 
 
@@ -481,14 +488,12 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
     path, device = checkpoint_path(args), x_train.device
     torch.manual_seed(args.seed)
     config = sizes(args, len(tokenizer.vocab))
-    model, teacher = MODELS[args.model](config).to(device), None
-    if args.model == "posttrained":
-        teacher = tadm.MDLM(config).to(device).requires_grad_(False)
-        if not checkpoint:
-            base, base_tokenizer = build(load_checkpoint(args.posttrain), device)
-            if (base_tokenizer.vocab, base.config) != (tokenizer.vocab, config):
-                raise UserError(f"the data {args.data} is not what {args.posttrain} was trained on")
-            model.load_state_dict(base.state_dict(), strict=False)  # all but the fusion
+    model = MODELS[args.model](config).to(device)
+    if args.model == "posttrained" and not checkpoint:
+        base, base_tokenizer = build(load_checkpoint(args.posttrain), device)
+        if (base_tokenizer.vocab, base.config) != (tokenizer.vocab, config):
+            raise UserError(f"the data {args.data} is not what {args.posttrain} was trained on")
+        model.load_state_dict(base.state_dict(), strict=False)  # all but the fusion
     ema = copy.deepcopy(model).eval()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     data_hash = hashlib.sha256(x_train.cpu().numpy().tobytes()).hexdigest()
@@ -505,8 +510,7 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             raise UserError(f"{path} is damaged: its parts are missing or do not fit") from None
         print(f"resuming {path} at step {start}"
               + ", which was its last: raise --steps to train on" * (start >= args.steps))
-    if teacher:  # the frozen layers of the student
-        teacher.load_state_dict({k: model.state_dict()[k] for k in teacher.state_dict()})
+    teacher = base_of(model) if args.model == "posttrained" else None
     for layer in model.modules() if args.compile else ():
         if isinstance(layer, tadm.Block):
             layer.compile()
@@ -628,10 +632,8 @@ def report(model, x_val, tokenizer, args):
         rows = rows[:1]
     if post:
         T, single = L, args.n_anchor + args.n_denoiser
-        weights = model.state_dict()
-        teacher, naive = tadm.MDLM(model.config), posttrained(model.config, naive=True)
-        for m in (teacher, naive):
-            m.to(device).load_state_dict({k: weights[k] for k in m.state_dict()})
+        teacher, naive = base_of(model), posttrained(model.config, naive=True).to(device)
+        naive.load_state_dict(model.state_dict())
         rows = [("teacher", teacher, 1)] + [(name, m, K) for K in (1, 2, 3, 4, 8)
                                             for name, m in (("naive", naive), ("fused", model))]
     nats = tadm.bound(model, x, None, generator=step_generator(0, 0, device))
