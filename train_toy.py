@@ -495,7 +495,8 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             raise UserError(f"the data {args.data} is not what {args.posttrain} was trained on")
         model.load_state_dict(base.state_dict(), strict=False)  # all but the fusion
     ema = copy.deepcopy(model).eval()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01,
+                                  fused=True)
     data_hash = hashlib.sha256(x_train.cpu().numpy().tobytes()).hexdigest()
     start = 0
     if checkpoint:
