@@ -262,7 +262,7 @@ def _weighted_ce(logits, x, masked, t, teacher=None, ce=1.0, kl=1.0):
     log_q = logits.float().log_softmax(-1)  # float32 under autocast too
     loss = F.nll_loss(log_q, x[masked], reduction="none")
     if teacher is not None:
-        log_p, log_q = (v.clamp_min(-1e4) for v in (teacher.float().log_softmax(-1), log_q))
+        log_p = teacher.float().log_softmax(-1)
         loss = ce * loss + kl * (log_p.exp() * (log_p - log_q)).sum(-1)
     row = masked.nonzero()[:, 0]
     return torch.zeros_like(t).index_add(0, row, loss / t[row]) / x.shape[1]
