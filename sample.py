@@ -7,6 +7,8 @@
 """
 
 import argparse
+import html
+import itertools
 import math
 import re
 import sys
@@ -30,6 +32,7 @@ from train_toy import (
     step_generator,
     story_entropy,
     valid_share,
+    write_file,
 )
 
 HOLE = re.compile(r"( ?(?:\[MASK\]|_{3,}))")  # one hidden token; a token brings its own space
@@ -53,6 +56,7 @@ def parse(argv):
     add("--prompt", default="", help="how the text begins; ___ or [MASK] hides one token in it")
     add("--naive", action="store_true", help="reuse a post-trained model's anchor without its fusion")
     add("--watch", action="store_true", help="show the first canvas step by step")
+    add("--svg", metavar="FILE", help="draw the first canvas as an animated picture, 1000 steps at most")
     add("--compare", nargs="+", metavar="CKPT", help="measure these checkpoints and print tables")
     add("--judge", metavar="CKPT", help="with --compare: rate the samples by this model's bound")
     add("--quick", action="store_true", help="with --compare: one seed and few canvases")
@@ -79,42 +83,124 @@ def prompt_canvas(text, tokenizer, seq_len):
     return torch.tensor(ids + [mask_id] * (seq_len - len(ids)))
 
 
-class Watch:
-    """A callback of tadm.sample that draws the first canvas after every step.
+# ----------------------------------------------------------------------------------- drawing
 
-    In a terminal hidden tokens are blocks, new ones bright, remasked ones red. Elsewhere it prints
-    one plain line at every anchor refresh and at the end.
+
+class Watch:
+    """A callback of tadm.sample that keeps what happens to the first canvas, and shows it if live.
+
+    frames: after each step its canvas, the anchor's age, and for each token how much the fusion
+    corrected the anchor in the last prediction, |g * Delta| / |h| (None without a fusion). In a terminal
+    hidden tokens are blocks, new ones bright, remasked ones red, corrected ones on blue. Elsewhere one
+    plain line is printed at every anchor refresh and at the end.
     """
 
-    def __init__(self, tokenizer, canvas, steps, pause):
-        self.vocab, self.shown, self.steps = tokenizer.vocab, canvas, steps
-        self.terminal, self.pause, self.slept = sys.stdout.isatty(), pause, 0.0
+    def __init__(self, model, tokenizer, canvas, steps, live):
+        self.vocab, self.steps, self.live, self.slept = tokenizer.vocab, steps, live, 0.0
+        self.frames, self.size, self.summed = [(canvas, 0, None)], None, []
+        self.terminal, self.pause = sys.stdout.isatty(), min(0.1, 10 / steps)
+        self.fusion, self.anchored = getattr(model, "fusion", None), model.depths[0] > 0
+        if self.fusion is not None:
+            self.fusion.register_forward_hook(self.measure)
+        if isinstance(self.fusion, tadm.GatedFusion):  # h + g * Delta goes into its last norm
+            self.fusion.norm_out.register_forward_hook(lambda _, args, out: self.summed.append(args[0]))
         try:
             "█⚓·".encode(sys.stdout.encoding or "ascii")
             self.block, self.mark, self.end = " ███", "⚓", " ·"
         except UnicodeError:
             self.block, self.mark, self.end = " ###", "*", " ."
 
+    def measure(self, fusion, args, out):  # args: c, h of a gated, c, c_cached, h of a paired fusion
+        h, fused = args[1 if self.summed else 2], self.summed.pop() if self.summed else out
+        self.size = ((fused - h)[0].norm(dim=-1) / h[0].norm(dim=-1)).tolist()
+
     def __call__(self, step, z, age):
-        before, self.shown = self.shown, z[0].tolist()
-        head = f"step {step + 1:>4}/{self.steps}  anchor age {age:>3} {' ' if age else self.mark}"
-        if self.terminal:
-            body = "".join(map(self.cell, before, self.shown))
+        before, shown = self.frames[-1][0], z[0].tolist()
+        if self.size and age == 0 and isinstance(self.fusion, tadm.PairedFusion):
+            self.size = [0.0] * len(shown)  # a fresh anchor: M = 0, the fusion does not run
+        self.frames.append((shown, age, self.size))
+        size, mark = self.size or [0.0] * len(shown), " " if age else self.mark
+        head = f"step {step + 1:>4}/{self.steps}  anchor age {age:>3} {mark}" + (
+            f"  correction {sum(size) / len(size):.2f}" if self.size else "")
+        if self.live and self.terminal:
+            body = "".join(map(self.cell, before, shown, size))
             print(f"\x1b[H\x1b[J{head}\n{body}\x1b[0m", flush=True)
             time.sleep(self.pause)
             self.slept += self.pause
-        elif age == 0 or step + 1 == self.steps:
-            print(head + " |" + "".join(self.text(token) for token in self.shown))
+        elif self.live and (age == 0 or step + 1 == self.steps):
+            print(head + " |" + "".join(map(self.text, shown)))
 
     def text(self, token):
         if token == len(self.vocab):
             return self.block
         return self.end if token == 0 else self.vocab[token].replace("\n", " ")
 
-    def cell(self, old, new):
+    def cell(self, old, new, size):
         hidden = new == len(self.vocab)
         color = "2" if old == new and hidden else "31" if hidden else "0" if old == new else "1;92"
-        return f"\x1b[0;{color}m{self.text(new)}"
+        blue = f";48;5;{16 + min(5, int(2.5 * size))}" if size >= 0.4 else ""  # the brightest from 2 on
+        return f"\x1b[0;{color}{blue}m{self.text(new)}"
+
+
+STYLE = """svg{--bg:#fff;--fg:#1f2328;--dim:#6e7781;--mask:#d0d7de;--new:#1a7f37;--red:#cf222e;--fix:#0969da}
+@media(prefers-color-scheme:dark){svg{--bg:#0d1117;--fg:#e6edf3;--dim:#8b949e;--mask:#30363d;--new:#3fb950;
+--red:#f85149;--fix:#58a6ff}}
+text{font:13px ui-monospace,monospace;fill:var(--fg)}.d{fill:var(--dim)}.b{fill:var(--bg)}.m{fill:var(--mask)}
+.c{fill:var(--fix)}.p{font-weight:bold}.n{animation:n 1.5s both}.r{fill:var(--red);animation:r 1.5s both}
+path{fill:none;stroke:var(--dim)}.a{stroke:var(--fix);stroke-width:2}
+@keyframes n{0%,40%{fill:var(--new);font-weight:bold}}@keyframes r{from{opacity:0}1%{opacity:1}to{opacity:0}}"""
+
+
+def svg(watch, head, seconds=12):
+    """The frames of a Watch as one animated SVG (str): no script, all text escaped, the last frame stays."""
+    frames, mask, n, W = watch.frames, len(watch.vocab), len(watch.frames) - 1, 900
+    most = max((max(size) for _, _, size in frames if size), default=0)
+    parts, x, y, stride = [], 20, 60, 1 + n * len(frames[0][0]) // 40_000  # bounds the size of the file
+
+    def when(j, attribute='begin="{}s"'):
+        return attribute.format(f"{j * seconds / n:.2f}")
+
+    def run(attribute, values, mode="discrete"):
+        return (f'<animate attributeName="{attribute}" values="{";".join(map(str, values))}" '
+                f'dur="{seconds}s" fill="freeze" calcMode="{mode}"/>')
+
+    for place, canvas in enumerate(zip(*(canvas for canvas, _, _ in frames))):
+        words = {token: "·" if token == 0 else "".join(c if c.isprintable() else "·" for c in
+                 watch.vocab[token].strip(" ")) for token in {*canvas} - {mask}}
+        width = 8 + 7.8 * max(4, *map(len, words.values()), 0)
+        x, y = (20, y + 40) if x + width > W - 20 else (x, y)
+        box = f'x="{x:.0f}" width="{width:.0f}"'
+        begins = [0, *(j for j in range(1, n + 1) if canvas[j] != canvas[j - 1])]
+        for j, end in itertools.zip_longest(begins, begins[1:]):  # one element for each stay of a token
+            on = f'<set attributeName="opacity" to="1" {when(j)} fill="freeze"/>' if j else ""
+            off = f'<set attributeName="opacity" to="0" {when(end)} fill="freeze"/>' if end else ""
+            delay, opacity = when(j, 'style="animation-delay:{}s"'), 'opacity="0"' if j else ""
+            if canvas[j] == mask:
+                parts.append(f'<rect class="m" {box} y="{y}" height="20" rx="3" {opacity}>{on}{off}</rect>')
+                parts += [f'<rect class="r" {box} y="{y}" height="20" rx="3" {delay}/>'] if j else []
+            else:
+                word, kind = words[canvas[j]], f'class="n" {delay}' if j else 'class="p"'
+                parts.append(f'<text x="{x + 4:.0f}" y="{y + 15}" textLength="{7.8 * len(word):.0f}" '
+                             f'lengthAdjust="spacingAndGlyphs" {kind} {opacity}>{html.escape(word)}{on}{off}</text>')
+        if most:
+            bars = [round(10 * size[place] / most) if size else 0 for _, _, size in frames[::stride]]
+            parts.append(f'<rect class="c" {box} y="{y + 22}" height="0">{run("height", bars)}</rect>')
+        x += width + 4
+    y, ages = y + 100, [age if watch.anchored else 0 for _, age, _ in frames[1:]]
+    xs, ys = [20 + (W - 40) * j / n for j in range(n + 1)], [y - 36 * age / max(1, *ages) for age in ages]
+    saw = "".join(f"L{a:.1f} {b:.1f}H{c:.1f}" for a, b, c in zip(xs, ys, xs[1:]))
+    due = "".join(f"M{a:.1f} {y + 4}v8" for a, age in zip(xs, ages) if age == 0 and watch.anchored)
+    key = f"; bars: correction of the stale anchor, |g ⊙ Δ| / |h|, at most {most:.2f}" if most else ""
+    plot = f"age of the anchor, 0 to {max(ages)} steps; blue marks: the anchor is due"
+    return f'''<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {W} {y + 40}"><style>{STYLE}</style>
+<rect class="b" width="{W}" height="{y + 40}" rx="8"/><text x="20" y="28" class="p">{html.escape(head)}</text>
+<text x="20" y="48" class="d">grey: masked, green: new, red: remasked{key}</text>
+{"".join(parts)}
+<text x="20" y="{y - 46}" class="d">{plot if watch.anchored else "no anchor"}</text>
+<path d="M20 {y}{saw}"/><path class="a" d="{due}"/>
+<circle class="c" r="5">{run("cx", (20, W - 20), "linear")}{run("cy", [f"{v:.0f}" for v in ys])}</circle>
+<text x="20" y="{y + 28}" class="d">t = 1</text><text x="{W - 60}" y="{y + 28}" class="d">t = 0</text></svg>
+'''
 
 
 # -------------------------------------------------------------------------------- comparison
@@ -260,17 +346,24 @@ def run(argv):
     steps = None if args.one_by_one else args.steps or 2 * seq_len
     prompt = prompt_canvas(args.prompt, tokenizer, seq_len)
     n_steps = steps or int((prompt == model.mask_id).sum())
-    watch = Watch(tokenizer, prompt.tolist(), n_steps, min(0.1, 10 / max(1, n_steps)))
+    if args.svg and not 1 <= n_steps <= 1000:
+        raise UserError(f"--svg draws 1 to 1000 steps, these are {n_steps}: choose other --steps")
+    watch = args.watch or args.svg
+    watch = watch and Watch(model, tokenizer, prompt.tolist(), n_steps, args.watch)
     begin = time.time()
     try:
         z, stats = tadm.sample(
             model, args.num, seq_len, steps, args.refresh_every, prompt.to(device), args.remask,
             args.temperature, args.top_p, torch.Generator(device).manual_seed(args.seed),
-            watch if args.watch else None,
+            watch or None,
         )
     except ValueError as e:
         raise UserError(str(e)) from None
-    seconds = time.time() - begin - watch.slept
+    seconds = time.time() - begin - (watch.slept if watch else 0)
+    if args.svg:
+        head = (f"{stats['steps']} reverse steps, K = {args.refresh_every}: {stats['anchor_calls']} anchor "
+                f"calls, {stats['denoiser_calls']} denoiser calls")
+        write_file(args.svg, "--svg", lambda part: part.write_text(svg(watch, head), encoding="utf-8"))
     for i, row in enumerate(z.tolist(), 1):
         print(f"[{i}] {tokenizer.decode(row)}\n")
     print(f"{stats['steps']} steps, {stats['anchor_calls']} anchor calls, "

@@ -422,13 +422,15 @@ def checkpoint_path(args):
     return path
 
 
-def write_checkpoint(path, checkpoint, keep):
-    """Write under another name and rename; an older file is kept as MODEL.1.pt, .2.pt, ..."""
+def write_file(path, option, write, keep=False):
+    """Call write(other name), then rename; keep: an older file stays as NAME.1.pt, .2.pt, ..."""
+    path = Path(path)
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
-        torch.save(checkpoint, part)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(part)
         if keep and path.exists():
-            names = (path.with_suffix(f".{i}.pt") for i in itertools.count(1))
+            names = (path.with_suffix(f".{i}{path.suffix}") for i in itertools.count(1))
             old = next(name for name in names if not name.exists())
             tqdm.write(f"{path} exists: kept as {old}")
             path.replace(old)
@@ -436,7 +438,7 @@ def write_checkpoint(path, checkpoint, keep):
     except (OSError, RuntimeError) as e:
         with contextlib.suppress(OSError):
             part.unlink()
-        raise UserError(f"cannot write {path}, is the disk full? ({e})") from None
+        raise UserError(f"{option}: cannot write {path} ({e}): is it a folder, or the disk full?") from None
 
 
 def load_checkpoint(path):
@@ -533,12 +535,13 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
 
     def save(step):
         nonlocal saved
-        write_checkpoint(path, {
+        checkpoint = {
             "format": FORMAT, "model": args.model, "config": dataclasses.asdict(config),
             "vocab": tokenizer.vocab, "data_hash": data_hash, "args": vars(args), "step": step,
             "weights": model.state_dict(), "ema": ema.state_dict(),
             "optimizer": optimizer.state_dict(),
-        }, keep=not saved)
+        }
+        write_file(path, "--out", functools.partial(torch.save, checkpoint), keep=not saved)
         saved = step
 
     def check(good, step):
