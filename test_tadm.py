@@ -243,7 +243,7 @@ def np_model(w, kind, z, z_stale, n_heads, n_anchor, n_denoiser, **_):
         return x
 
     def embed(z):
-        return w["token.weight"][z] + w["position"]
+        return w["token.weight"][z] + w["position"][: len(z)]
 
     if kind == "MDLM":
         x, parts = stack("blocks", embed(z), n_anchor + n_denoiser), {}
@@ -343,13 +343,31 @@ def test_fusion_starts_as_the_normalised_anchor():
 def test_model_against_numpy(kind):
     model = random_model(kind, tadm)
     same_layout(model, untrained(kind))
-    z, z_stale = np.array([3, 11, 0, 10, 11, 7]), np.array([3, 11, 11, 11, 11, 7])
-    truth = np_model(weights(model), kind, z, z_stale, **SIZES)["logits"]
-    z, z_stale = torch.tensor(z)[None], torch.tensor(z_stale)[None]
-    logits = model.predict(z, model.refresh(z_stale))[0].detach().numpy()
-    assert logits.shape == (6, 11), "SUBS: logits are over the V real tokens, never the mask"
-    error = np.abs(logits - truth).max()
-    assert error < 1e-3, f"Eq. 5, 8, 10: the logits of {kind} are off by {error:.2g}"
+    z, z_stale = np.array([[3, 11, 0, 10, 11, 7], [3, 11, 11, 11, 11, 7]])
+    for length in (6, 4):
+        z, z_stale = z[:length], z_stale[:length]
+        truth = np_model(weights(model), kind, z, z_stale, **SIZES)
+        cache = model.refresh(torch.tensor(z_stale)[None])
+        logits = model.predict(torch.tensor(z)[None], cache)[0].detach().numpy()
+        assert logits.shape == (length, 11), "SUBS: logits are over the V real tokens, never the mask"
+        error = np.abs(logits - truth["logits"]).max()
+        assert error < 1e-3, f"Eq. 5, 8, 10: the logits of {kind} are off by {error:.2g}"
+        if kind != "MDLM":
+            logits = model.anchor_logits(cache, torch.tensor(z_stale == 11)[None]).detach().numpy()
+            error = np.abs(logits - truth["anchor_logits"][z_stale == 11]).max()
+            assert error < 1e-3, f"Theorem 5.1, gamma: the anchor's own logits of {kind} are off by {error:.2g}"
+
+
+@pytest.mark.parametrize("kind", ["TADM", "ADLM", "MDLM"])
+def test_model_depths_are_the_layers_that_run(kind):
+    model, ran = untrained(kind, tadm), []
+    same_layout(model, untrained(kind))
+    for layer in model.modules():
+        if isinstance(layer, tadm.Block):
+            layer.register_forward_hook(lambda *_: ran.append(1))
+    cache, refreshed = model.refresh(torch.zeros(1, 6).long()), len(ran)
+    model.predict(torch.zeros(1, 6).long(), cache)
+    assert model.depths == (refreshed, len(ran) - refreshed), "Eq. 11: layers of refresh and of predict"
 
 
 @pytest.mark.parametrize("kind", ["TADM", "ADLM", "MDLM"])
@@ -389,11 +407,12 @@ def test_model_logits_where_wanted_are_those_of_the_plain_way(kind):
     got, plain = tadm.logits_at(model, z, cache, where), model.predict(z, cache)[where]
     assert torch.allclose(got, plain, atol=1e-5), "logits_at must equal predict(z, cache)[where]"
     asked = Uniform(5)
-    assert tadm.logits_at(asked, z, z, where).shape == (int(where.sum()), 5), "any model's logits, (N, V)"
+    assert tadm.logits_at(asked, z, z + 1, where).shape == (int(where.sum()), 5), "any model's logits, (N, V)"
+    assert all(map(torch.equal, asked.predicted[0], (z, z + 1))), "predict(z, cache), in this order"
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"n_heads": 3}, {"d_model": 0}, {"n_anchor": -1}, {"n_anchor": 0, "n_denoiser": 0}]
+    "sizes", [{"n_heads": 3}, {"d_model": 6}, {"d_model": 0}, {"n_anchor": -1}, {"n_anchor": 0, "n_denoiser": 0}]
 )
 def test_model_refuses_impossible_sizes(sizes):
     with pytest.raises(ValueError, match="must"):
@@ -434,7 +453,14 @@ def test_forward_further_never_shows_what_the_canvas_hides():
     one = torch.ones(200)
     assert (tadm.corrupt_further(tadm.corrupt(x, one, 50, g), one, one, 50, g) == 50).all()
     with pytest.raises(ValueError, match="t_stale"):
-        tadm.corrupt_further(z, one, 0.5 * one, 50, g)
+        tadm.corrupt_further(z, t, torch.where(t > t.median(), t, 0.5 * t), 50, g)
+
+
+def test_forward_repeats_with_the_same_generator():
+    x, t = torch.zeros(9, 50).long(), torch.full((9,), 0.5)
+    for draw in (lambda g: tadm.corrupt(x, t, 7, g), lambda g: tadm.corrupt_further(x, t, t + 0.2, 7, g)):
+        assert torch.equal(draw(rng(1)), draw(rng(1))), "every random number comes from the generator"
+        assert not torch.equal(draw(rng(1)), draw(rng(2))), "and it must be used"
 
 
 # ------------------------------------------------------------------------------------- times
@@ -460,6 +486,12 @@ def test_times_of_the_anchor():
         got = ((shift - value).abs() < 1e-5).float().mean()
         close(got, share, 0.015, "C.2: t' = t + k/T with K, T and the age k drawn for each row, k "
               f"uniform on 0..K - 1; share of rows with t' - t = {value}, K from 1, 4 and T from 10, 1000")
+    place = (t - 1e-3) / (1 - 1e-3) * 40_000 % 1  # within the stratum
+    for what, value in (("t", t), ("the place of t in its stratum", place)):
+        r = float(torch.corrcoef(torch.stack([value[inside], shift]))[0, 1])
+        close(r, 0, 0.03, f"C.2: K, T and the age are independent of {what}; correlation with t' - t")
+    again, other = (tadm.sample_times(40_000, [1, 4], [10, 1000], rng(i)) for i in (0, 1))
+    assert torch.equal(again[1], t_stale) and not torch.equal(other[1], t_stale), "all from the generator"
     assert t_stale.max() <= 1 and (t_stale[~inside] >= t[~inside]).all(), "C.2: t' = min(1, t + k/T)"
 
 
@@ -531,6 +563,21 @@ def test_loss_without_masks_and_with_nan():
     t = torch.full((2,), 0.5)
     assert tadm.t_anelbo(Broken(3), x, t, t, generator=rng()).isfinite(), (
         "a NaN at a visible position must not reach the loss: select the masked ones, don't multiply by 0")
+
+
+def test_loss_is_computed_in_float32():
+    """Logits in bfloat16, as under autocast: softmax and cross-entropy must not be."""
+    logits = torch.randn(4, 50, 900, generator=rng()).bfloat16()
+
+    class Half(Uniform):
+        def predict(self, z, cache):
+            self.log(z, cache)
+            return logits
+
+    model, x, t = Half(900), torch.zeros(4, 50).long(), torch.full((4,), 0.5)
+    loss, log_p = tadm.t_anelbo(model, x, t, t, generator=rng()), logits.double().log_softmax(-1)
+    truth = -float((log_p[..., 0] * (model.predicted[0][0] == 900)).mean()) / 0.5
+    close(loss, truth, 1e-4 * truth, "cross-entropy in float32 even if the logits are bfloat16")
 
 
 def test_loss_gamma_counts_positions_masked_in_the_stale_canvas():
