@@ -637,9 +637,30 @@ def test_bound_of_t_steps_in_closed_form(steps, K):
 def test_bound_has_anchor_and_canvas_on_one_trajectory():
     model = Uniform(9)
     tadm.bound(model, torch.arange(9).repeat(300, 1), 10, 4, rng())
+    assert len(model.refreshed) == len(model.predicted), "Eq. 8: the cache must come from refresh"
     for z_t, z_stale in model.predicted:
         assert (z_stale[z_t == 9] == 9).all(), (
             "Eq. 15: in the bound too, z_t' hides all that z_t hides (one trajectory)")
+
+
+def test_bound_takes_the_anchor_of_the_policy():
+    """The masked shares of long canvases tell their steps: T = 5, K = 3 has anchors at i = 5 and 2."""
+    model = Uniform(3)
+    tadm.bound(model, torch.zeros(60, 2000).long(), 5, 3, rng())
+    for canvases in model.predicted:
+        i, anchor = ((z == 3).float().mean(1).mul(5).round().tolist() for z in canvases)
+        assert set(zip(i, anchor)) <= {(1, 2), (2, 2), (3, 5), (4, 5), (5, 5)}, (
+            "Theorem 5.1 under the cached policy: step i uses the anchor of age (T - i) mod K")
+
+
+def test_bound_repeats_without_gradients():
+    model, x = random_model("TADM"), torch.randint(0, 11, (20, 6), generator=rng())
+    for steps in (10, None):
+        one, again, other = (tadm.bound(model, x, steps, 4, rng(seed)) for seed in (1, 1, 2))
+        assert torch.equal(one, again) and not torch.equal(one, other), "all random numbers from the generator"
+        assert not one.requires_grad, "an evaluation records no gradients"
+    plain, fresh = (tadm.bound(model, x, 10, *K, generator=rng()) for K in ((), (1,)))
+    assert torch.equal(plain, fresh), "refresh_every is 1 unless given"
 
 
 def test_bound_refuses_bad_values():
@@ -743,10 +764,19 @@ def test_schedule_in_closed_form(kind, eta):
     assert last == 1, "alpha_0 = 1"
 
 
-@pytest.mark.parametrize("bad", [{"t_on": 1.0}, {"t_off": 0.6}, {"alpha_on": 1.0}, {"eta": 0.5}])
+@pytest.mark.parametrize("bad", [{"t_on": 1.0}, {"t_off": 0.6}, {"t_off": 0.55}, {"t_off": 0.0}, {"eta": 0.5},
+                                 {"alpha_on": 1.0, "eta": 0.0}, {"alpha_on": 0.0, "eta": 0.0}])
 def test_schedule_loop_refuses_impossible_settings(bad):
     with pytest.raises(ValueError, match="loop"):
         tadm.remask_schedule("loop", 0.5, 0.4, **bad)
+
+
+def test_schedule_refuses_other_kinds_and_shares():
+    for kind, eta in (("never", 0.1), ("cap", -0.1), ("rescale", 1.1)):
+        with pytest.raises(ValueError, match="schedule"):
+            tadm.remask_schedule(kind, 0.5, 0.4, eta=eta)
+    assert tadm.remask_schedule("rescale", 0.5, 0.4, eta=1)[2] == pytest.approx(0.8), "eta = 1: sigma_max"
+    assert tadm.remask_schedule("rescale", 0.5, 0.4, eta=0)[2] == 0, "eta = 0: nothing is remasked"
 
 
 def test_sampler_conf_remasks_the_doubtful():
