@@ -148,7 +148,8 @@ STYLE = """svg{--bg:#fff;--fg:#1f2328;--dim:#6e7781;--mask:#d0d7de;--new:#1a7f37
 text{font:13px ui-monospace,monospace;fill:var(--fg)}.d{fill:var(--dim)}.b{fill:var(--bg)}.m{fill:var(--mask)}
 .c{fill:var(--fix)}.p{font-weight:bold}.n{animation:n 1.5s both}.r{fill:var(--red);animation:r 1.5s both}
 path{fill:none;stroke:var(--dim)}.a{stroke:var(--fix);stroke-width:2}
-@keyframes n{0%,40%{fill:var(--new);font-weight:bold}}@keyframes r{from{opacity:0}1%{opacity:1}to{opacity:0}}"""
+@keyframes n{0%,40%{fill:var(--new);font-weight:bold}}
+@keyframes r{from{opacity:0}1%{opacity:1}to{opacity:0}}"""
 
 
 def svg(watch, head, seconds=12):
@@ -179,9 +180,10 @@ def svg(watch, head, seconds=12):
                 parts.append(f'<rect class="m" {box} y="{y}" height="20" rx="3" {opacity}>{on}{off}</rect>')
                 parts += [f'<rect class="r" {box} y="{y}" height="20" rx="3" {delay}/>'] if j else []
             else:
-                word, kind = words[canvas[j]], f'class="n" {delay}' if j else 'class="p"'
-                parts.append(f'<text x="{x + 4:.0f}" y="{y + 15}" textLength="{7.8 * len(word):.0f}" '
-                             f'lengthAdjust="spacingAndGlyphs" {kind} {opacity}>{html.escape(word)}{on}{off}</text>')
+                word, kind = words[canvas[j]], f'class="n" {delay} {opacity}' if j else 'class="p"'
+                fit = f'textLength="{7.8 * len(word):.0f}" lengthAdjust="spacingAndGlyphs"'
+                word = html.escape(word) + on + off
+                parts.append(f'<text x="{x + 4:.0f}" y="{y + 15}" {fit} {kind}>{word}</text>')
         if most:
             bars = [round(10 * size[place] / most) if size else 0 for _, _, size in frames[::stride]]
             parts.append(f'<rect class="c" {box} y="{y + 22}" height="0">{run("height", bars)}</rect>')
