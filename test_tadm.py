@@ -116,9 +116,9 @@ def rng(seed=0):
 
 
 def close(actual, expected, tolerance, message):
-    assert abs(float(actual.detach() if torch.is_tensor(actual) else actual) - expected) <= tolerance, (
-        f"{message}: expected {expected:.4f} +- {tolerance:.4f}, got {float(actual):.4f}"
-    )
+    actual = float(actual.detach() if torch.is_tensor(actual) else actual)
+    if not abs(actual - expected) <= tolerance:  # NaN is not close either
+        raise AssertionError(f"{message}: expected {expected:.4f} +- {tolerance:.4f}, got {actual:.4f}")
 
 
 class Posterior:
@@ -2062,10 +2062,8 @@ def test_homework_is_graded_one_thing_at_a_time(tmp_path):
                             cwd=tmp_path, env=env)
     failed = {line.split("::")[1].split("[")[0].split(" ")[0] for line in result.stdout.splitlines()
               if line.startswith("FAILED")}
-    assert failed == {
-        "test_forward_further_keeps_alpha_ratio", "test_forward_further_never_shows_what_the_canvas_hides",
-        "test_schedule_in_closed_form",
-        "test_times_are_antithetic_and_not_tied_to_rows", "test_times_of_the_anchor"}, result.stdout
+    assert {name.split("_")[1] for name in failed} == {"forward", "schedule", "times"}, result.stdout
+    assert "test_forward_masks_a_share_t" not in failed, "corrupt is as it was"
     assert "Eq. 15: corrupt_further" in result.stdout
     assert "half_done has no sample_times(batch_size, " in result.stdout
 
