@@ -120,7 +120,8 @@ class Watch:
             self.size = [0.0] * len(shown)  # a fresh anchor: M = 0, the fusion does not run
         self.frames.append((shown, age, self.size))
         size, mark = self.size or [0.0] * len(shown), " " if age else self.mark
-        head = f"step {step + 1:>4}/{self.steps}  anchor age {age:>3} {mark}" + (
+        head = f"step {step + 1:>4}/{self.steps}" + (
+            f"  anchor age {age:>3} {mark}" if self.anchored else "") + (
             f"  correction {sum(size) / len(size):.2f}" if self.size else "")
         if self.live and self.terminal:
             body = "".join(map(self.cell, before, shown, size))
@@ -348,6 +349,8 @@ def run(argv):
     steps = None if args.one_by_one else args.steps or 2 * seq_len
     prompt = prompt_canvas(args.prompt, tokenizer, seq_len)
     n_steps = steps or int((prompt == model.mask_id).sum())
+    if args.svg and not args.svg.endswith(".svg"):
+        raise UserError(f"--svg {args.svg}: the name must end in .svg")
     if args.svg and not 1 <= n_steps <= 1000:
         raise UserError(f"--svg draws 1 to 1000 steps, these are {n_steps}: choose other --steps")
     watch = args.watch or args.svg
@@ -362,14 +365,17 @@ def run(argv):
     except ValueError as e:
         raise UserError(str(e)) from None
     seconds = time.time() - begin - (watch.slept if watch else 0)
-    if args.svg:
-        head = (f"{stats['steps']} reverse steps, K = {args.refresh_every}: {stats['anchor_calls']} anchor "
-                f"calls, {stats['denoiser_calls']} denoiser calls")
-        write_file(args.svg, "--svg", lambda part: part.write_text(svg(watch, head), encoding="utf-8"))
     for i, row in enumerate(z.tolist(), 1):
         print(f"[{i}] {tokenizer.decode(row)}\n")
     print(f"{stats['steps']} steps, {stats['anchor_calls']} anchor calls, "
           f"{stats['denoiser_calls']} denoiser calls, {z.numel() / seconds:,.0f} tokens/s")
+    if args.svg:
+        anchors = f"K = {args.refresh_every}, {stats['anchor_calls']} anchor calls, " if watch.anchored else ""
+        picture = svg(watch, f"{stats['steps']} reverse steps: {anchors}{stats['denoiser_calls']} denoiser calls"
+                             + f" (of the {args.num} texts together)" * (args.num > 1))
+        if len(picture) > 300_000:
+            raise UserError(f"--svg: {len(picture) // 1000} KB are too much for a picture: lower --steps")
+        write_file(args.svg, "--svg", lambda part: part.write_text(picture, encoding="utf-8"))
     return 0
 
 

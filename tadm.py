@@ -171,7 +171,7 @@ class TADM(DiffusionLM):
 
 
 class ADLM(DiffusionLM):
-    """The predecessor (arXiv 2505.18456): the denoiser reads only the anchor's logits, never z."""
+    """The predecessor (Eq. 5; arXiv 2505.18456): D reads only the anchor's logits, never z."""
 
     def __init__(self, config):
         super().__init__(config)

@@ -375,6 +375,8 @@ def settings(given):
         args |= POSTTRAIN | given
     elif args["data"] == "stories":
         args |= STORIES | given
+    if args["model"] == "mdlm" and "anchors" in given:
+        fail("--anchors has no effect with --model mdlm, which has none: leave it out")
     args.setdefault("anchors", "fresh" if args["model"] == "adlm" else "stale")
     if args["gamma"] > 0 and not hasattr(MODELS[args["model"]], "anchor_logits"):
         raise UserError(f"--gamma supervises an anchor, {args['model']} has none: leave it out")
