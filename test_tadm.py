@@ -793,6 +793,15 @@ def test_reverse_step_reveals_what_it_is_told_and_notes_how_sure_it_was():
         assert torch.allclose(confidence, truth), "ReMDM, conf: the probability of each token when revealed"
 
 
+def test_reverse_step_asks_for_logits_only_if_a_token_is_revealed():
+    def never(where):
+        raise AssertionError("nothing is revealed: no logits are needed")
+
+    z = torch.tensor([[3, 0, 3]])
+    assert torch.equal(tadm.reverse_step(z, never, 0.5, 0.5, 0.0, 3, generator=rng()), z)
+    assert tadm.reverse_step(torch.tensor([[1, 0]]), never, 0.2, 0.9, 0.0, 3, generator=rng()).tolist() == [[1, 0]]
+
+
 def test_reverse_step_repeats_with_the_same_generator():
     z = torch.randint(0, 4, (20, 50), generator=rng())
     repeats(lambda g: tadm.reverse_step(z, torch.zeros(20, 50, 3), 0.3, 0.6, 0.5, 3, generator=g))
@@ -955,6 +964,7 @@ def follows_algorithm_1(model, steps, K, remask="none"):
 def test_sampler_is_algorithm_1(kind, steps, K, remask):
     """K = 1 is the uncached model; skipping what cannot have changed changes nothing."""
     stats = follows_algorithm_1(random_model(kind), steps, K, remask)
+    assert (stats["anchor_calls"] == 0) == (kind == "MDLM"), "MDLM has no anchor to call"
     anchor = stats["anchor_calls"] if kind != "MDLM" else stats["denoiser_calls"]
     assert stats["layer_calls"] == anchor * 2 + stats["denoiser_calls"], "Eq. 11 on the calls made"
 
@@ -1037,7 +1047,7 @@ def test_sampler_one_by_one_in_uniform_order():
 
 @pytest.mark.parametrize("steps,remask", [(None, "none")] + [(50, kind) for kind in reference.REMASK])
 def test_sampler_holds_the_prompt_fixed(steps, remask):
-    prompt = torch.tensor([1, 5, 2, 5, 5, 3, 5, 5])
+    prompt = torch.tensor([0, 5, 2, 5, 5, 3, 5, 5])
     seen = []
     z, stats = tadm.sample(Uniform(5), 50, 8, steps, 2, prompt=prompt, remask=remask,
                            generator=rng(), callback=lambda step, z, age: seen.append(z.clone()))
@@ -1047,6 +1057,9 @@ def test_sampler_holds_the_prompt_fixed(steps, remask):
     assert (z < 5).all(), "Eq. 17: no mask is left, with a prompt either"
     assert len(z.unique(dim=0)) > 10, "each canvas of a batch is drawn by itself"
     assert stats["steps"] == (steps or 5), "steps = None: one step per hidden token"
+    rows = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 5], [5] * 8])  # one prompt for each row
+    z, _ = tadm.sample(Uniform(5), 2, 8, steps, 2, prompt=rows, remask=remask, generator=rng())
+    assert (z < 5).all() and torch.equal(z[0, :7], rows[0, :7]), "a row with more holes takes more steps"
 
 
 def test_sampler_carries_visible_tokens_over():
@@ -1061,16 +1074,40 @@ def test_sampler_carries_visible_tokens_over():
 @pytest.mark.parametrize("bad", [
     {"batch_size": 0}, {"steps": 0}, {"refresh_every": 0}, {"temperature": -1}, {"top_p": 1.5},
     {"remask": "never"}, {"steps": None, "remask": "cap"}, {"prompt": torch.zeros(3).long()},
-    {"prompt": torch.tensor([0, 1, 2, 9])}, {"temperature": math.nan},
+    {"prompt": torch.tensor([0, 1, 2, 9])}, {"prompt": torch.tensor([3, 1, -1, 2])},
+    {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": -0.5}, {"seq_len": 0},
 ])
 def test_sampler_refuses_bad_values(bad):
     with pytest.raises(ValueError):
         tadm.sample(Uniform(3), **({"batch_size": 1, "seq_len": 4, "steps": 2, "refresh_every": 1} | bad))
 
 
-@pytest.mark.parametrize("steps,K,truth", [(10, 4, 10 * 1 + 3 * 2), (8, 1, 24), (1, 9, 3)])
+def test_sampler_passes_temperature_and_nucleus_on():
+    """One token has probability 1/2, two have 1/4: how often it comes tells what was used."""
+    class Skewed(Uniform):
+        def predict(self, z, cache):
+            return torch.tensor([0.25, 0.5, 0.25]).log().expand(*z.shape, 3)
+
+    for options, share in (({}, 1 / 2), ({"top_p": 0}, 1), ({"temperature": 0}, 1), ({"temperature": 0.5}, 2 / 3),
+                           ({"top_p": 0.6}, 2 / 3)):
+        z, _ = tadm.sample(Skewed(3), 2000, 10, 5, generator=rng(), **options)
+        close((z == 1).float().mean(), share, 0.015, f"share of the likeliest token with {options or 'no options'}")
+
+
+def test_sampler_defaults_and_statistics():
+    for steps in (8, None):
+        repeats(lambda g, steps=steps: tadm.sample(Uniform(9), 2, 20, steps, generator=g)[0])
+    seen = []
+    _, stats = tadm.sample(Uniform(9), 50, 6, 4, generator=rng(), callback=lambda step, z, age: seen.append(step))
+    assert seen == [0, 1, 2, 3], "callback(step, z, age): steps are counted from 0"
+    assert stats["anchor_calls"] == 4, "refresh_every is 1 unless given"
+    assert stats["layer_calls"] == 0, "a model that does not tell its depths has no layers to count"
+
+
+@pytest.mark.parametrize("steps,K,truth", [(10, 4, 10 * 2 + 3 * 5), (8, 1, 56), (1, 9, 7)])
 def test_sampler_layer_calls(steps, K, truth):
-    assert tadm.layer_calls(reference.Config(**SIZES), steps, K) == truth, "Eq. 11: T L_D + ceil(T / K) L_A"
+    config = reference.Config(**SIZES | {"n_anchor": 5, "n_denoiser": 2})
+    assert tadm.layer_calls(config, steps, K) == truth, "Eq. 11: T L_D + ceil(T / K) L_A"
 
 
 # ------------------------------------------------------------------------------ post-training
