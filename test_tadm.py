@@ -1162,26 +1162,33 @@ def test_paired_carries_a_change_to_other_places():
     assert changed.all(), "Eq. 50: attention carries a change at one place to all"
 
 
-def test_split_is_the_base_with_a_corrected_anchor(base, student):
+@pytest.mark.parametrize("n_shared,n_denoiser", [(1, 1), (1, 2), (2, 1), (0, 3)])
+def test_split_is_the_base_with_a_corrected_anchor(base, n_shared, n_denoiser):
     """x_theta(z_t, z_t') put together from the layers of the base by hand."""
+    split = n_shared, n_denoiser, 4
     z_stale = torch.tensor([[11, 11, 3, 11, 11, 0], [11] * 6])
     z = torch.tensor([[1, 11, 3, 11, 2, 0], [11, 5, 11, 11, 11, 11]])
+    student = shaken(tadm.PostTrained(base, *split))
     same_layout(student, reference.PostTrained(untrained("MDLM", n_anchor=3), 1, 1, 4))
-    first, *middle, last = base.blocks
+    first, last = base.blocks[:n_shared], base.blocks[4 - n_denoiser :]
     c, c_cached = first(base.embed(z)), first(base.embed(z_stale))
-    h = torch.nn.Sequential(*middle)(c_cached)
+    h = base.blocks[n_shared : 4 - n_denoiser](c_cached)
     for naive, fused in ((False, student.fusion(c, c_cached, h)), (True, h)):
-        model = tadm.PostTrained(base, 1, 1, 4, naive=naive)
+        model = tadm.PostTrained(base, *split, naive=naive)
         model.load_state_dict(student.state_dict())
         for guard in (torch.no_grad, torch.enable_grad):
             with guard():
                 got = model.predict(z, model.refresh(z_stale))
             truth = base.head(base.norm(last(fused)))
-            assert torch.allclose(got, truth, atol=1e-5), f"Section 4, naive = {naive}: S, A, Phi, D"
-    fresh, naive = tadm.PostTrained(base, 1, 1, 4), tadm.PostTrained(base, 1, 1, 4, naive=True)
+            assert torch.allclose(got, truth, atol=1e-5), (
+                f"Section 4: S, A, Phi, D with {n_shared} shared and {n_denoiser} last layers, naive = {naive}")
+    fresh, naive = tadm.PostTrained(base, *split), tadm.PostTrained(base, *split, naive=True)
     logits = [m.predict(z, m.refresh(z_stale)) for m in (fresh, naive)]
     assert torch.equal(*logits), "Eq. 54: W_up = 0, an untrained fusion is naive reuse"
-    for split in ((4, 0), (1, 3), (-1, 1), (1, 0)):
+
+
+def test_split_refuses_what_is_impossible(base):
+    for split in ((4, 0), (1, 3), (-1, 1), (1, 0), (3, 1)):
         with pytest.raises(ValueError):
             tadm.PostTrained(base, *split, 4)
 
@@ -1236,6 +1243,18 @@ def test_rollout_makes_k_steps(kind):
     for k in range(3) if kind != "conf" else (0,):
         close((z[age == k] == 3).float().mean(), float(t[age == k].mean()), error,
               f"{kind}: the masked share after {k} steps is 1 - alpha")
+    if kind == "conf":
+        for k in (1, 2):
+            gone = ((start != 3) & (z == 3))[age == k].sum(1).float().mean()
+            assert 0 < gone <= k, "conf: a step remasks no more than one token on average, sigma_max <= 1"
+        seen = second != 3  # sigma_max is shared by confidence: 1 for tokens of x, p = 1/3 for new ones
+        weight = seen * torch.where(start != 3, -1.0, -1 / 3).exp()
+        sigma = (t / (0.9 - t).clamp_min(1e-9)).clamp(max=1)[:, None] * weight / weight.sum(1, keepdim=True)
+        for name, there in (("x", seen & (start != 3)), ("the model", seen & (start == 3))):
+            there = there & (age == 2)[:, None]
+            ratio = (z == 3)[there].sum() / sigma[there].sum()
+            close(ratio, 1, 0.15, f"conf: how often the second step remasks tokens of {name}, against sigma")
+    repeats(lambda g: tadm.rollout(model, x, age, 10, kind, g, **options)[0])
     if kind == "none":
         levels = t * 10 + age
         assert torch.allclose(levels, levels.round(), atol=1e-4), "t' on the grid i/T"
@@ -1285,6 +1304,7 @@ def test_distill_is_recomputed_from_its_states():
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     t = (z == V).double().mean(1).mul(6).round() / 6  # on the grid
     truth = float(((ce + 0.7 * kl) * (z == V) / t[:, None]).mean())
+    repeats(lambda g: tadm.posttrain_loss(student, teacher, x, 6, generator=g))
     close(loss, truth, 1e-4 * truth, "Eq. 14: sum over masked l of (CE + lambda KL(teacher || student)) / t, "
           "divided by B * L. Look at: the direction of the KL, t of the end state, the denominator")
 
@@ -1297,6 +1317,8 @@ def test_distill_kl_is_zero_for_a_student_that_equals_its_teacher(base):
     other = tadm.posttrain_loss(student, base, x, 6, (2,), 1.0, rng(1))
     none = tadm.posttrain_loss(student, base, x, 6, (2,), 0.0, rng(1))
     assert other > none + 1e-3, "Eq. 14: naive reuse at age 2 is not the teacher"
+    plain, own = (tadm.posttrain_loss(student, base, x, 6, generator=rng(1), **kd) for kd in ({}, {"kd_weight": 1}))
+    assert plain == own, "Eq. 14: lambda is 1 unless given"
     other.backward()
     assert all(p.grad is None for p in base.parameters()), "Eq. 14: the teacher is frozen: no gradients"
 
@@ -1315,10 +1337,11 @@ def test_bound_of_a_teacher_in_closed_form(steps, K):
 
 @torch.no_grad()
 @pytest.mark.parametrize("naive", [False, True])
+@pytest.mark.parametrize("n_shared,n_denoiser", [(1, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize("steps,K", [(9, 3), (8, 1), (5, 9)])
-def test_split_layers_are_counted_as_run(base, naive, steps, K):
+def test_split_layers_are_counted_as_run(base, naive, n_shared, n_denoiser, steps, K):
     """The statistics against a count of the layers that ran, and the tokens against Algorithm 1."""
-    student = shaken(tadm.PostTrained(base, 1, 1, 4, naive=naive))
+    student = shaken(tadm.PostTrained(base, n_shared, n_denoiser, 4, naive=naive))
     follows_algorithm_1(student, steps, K)
     same_layout(student, reference.PostTrained(untrained("MDLM", n_anchor=3), 1, 1, 4))
     ran = []
@@ -1327,7 +1350,9 @@ def test_split_layers_are_counted_as_run(base, naive, steps, K):
     _, stats = tadm.sample(student, 40, 6, steps, K, generator=rng(4))
     assert stats["layer_calls"] == len(ran), "layer_calls must be those that ran"
     if not naive:
-        assert len(ran) == steps * 2 + -(-steps // K) * 2, "Eq. 11: T (L_S + L_D) + ceil(T/K) L_A"
+        shared_and_last = n_shared + n_denoiser
+        truth = steps * shared_and_last + -(-steps // K) * (4 - shared_and_last)
+        assert len(ran) == truth, "Eq. 11: T (L_S + L_D) + ceil(T/K) L_A"
 
 
 # --------------------------------------------------------------------- the built-in stories
