@@ -517,6 +517,17 @@ def test_times_of_the_anchor():
     assert t_stale.max() <= 1 and (t_stale[~inside] >= t[~inside]).all(), "C.2: t' = min(1, t + k/T)"
 
 
+def test_times_are_independent_in_small_batches():
+    """In batches of two the strata are drawn from few numbers: nothing else may hang on these."""
+    t, t_stale = (torch.cat(v) for v in zip(*(tadm.sample_times(2, [1, 4], [10, 25], rng(i)) for i in range(6000))))
+    upper, place = (t > 0.5005).float(), (t - 1e-3) / (1 - 1e-3) * 2 % 1
+    close(place[upper == 0].mean(), 0.5, 0.02, "C.2: within its stratum t is uniform")
+    for what, keep in (("K and the age", t < 2), ("T", (t_stale > t + 1e-6) & (t < 0.69))):
+        shift = (t_stale - t)[keep] if what == "T" else (t_stale > t + 1e-6).float()
+        r = float(torch.corrcoef(torch.stack([upper[keep], shift]))[0, 1])
+        close(r, 0, 0.05, f"C.2: {what} must be independent of the stratum of t; correlation")
+
+
 # -------------------------------------------------------------------------------------- loss
 
 
@@ -1332,6 +1343,7 @@ def test_bound_of_a_teacher_in_closed_form(steps, K):
     nats = tadm.bound(student, x, steps, K, rng(), teacher=teacher)
     for (z, _), (seen, cache) in zip(student.predicted, teacher.predicted):
         assert torch.equal(z, seen) and torch.equal(z, cache), "the teacher sees all of z_t, fresh"
+    assert len(teacher.refreshed) == len(teacher.predicted), "Eq. 8: the teacher's cache must come from refresh"
     close(nats.mean(), truth, 0.012, f"Theorem 5.1 with KL(teacher || model) as in Eq. 14, K = {K}")
 
 
