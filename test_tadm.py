@@ -1873,8 +1873,9 @@ def test_script_svg(kind, remask):
     assert texts[0][1] == 'K < 4 & "more"', "the caption is escaped"
     moves = {e.get("attributeName"): e.get("values").split(";") for e in root.iter(f"{name}animate")}
     assert len(moves["cy"]) == 90, "one position of the dot for every step"
-    marks = root.find(f"{name}path[@class='a']").get("d").count("M")
-    assert marks == (23 if kind != "MDLM" else 0), "ceil(90 / 4) anchors are due, MDLM has none"
+    marks = [float(x) for x in re.findall(r"M([\d.]+)", root.find(f"{name}path[@class='a']").get("d"))]
+    due = [20 + 860 * j / 90 for j in range(0, 90, 4)] if kind != "MDLM" else []
+    assert np.allclose(marks, due, atol=0.06), "ceil(90 / 4) anchors are due, at steps 0, 4, ..; MDLM has none"
     assert ("height" in moves) == (kind == "TADM"), "bars for a fusion's correction only"
 
     def shown(e):  # after the last of its <set>s, which must come in order
