@@ -427,6 +427,15 @@ def test_model_logits_where_wanted_are_those_of_the_plain_way(kind):
     assert all(map(torch.equal, asked.predicted[0], (z, z + 1))), "predict(z, cache), in this order"
 
 
+@pytest.mark.parametrize("kind", ["TADM", "ADLM", "MDLM"])
+def test_model_starts_as_the_readme_says(kind):
+    model = untrained(kind, tadm, vocab_size=500, seq_len=500)
+    same_layout(model, untrained(kind, vocab_size=500, seq_len=500))
+    for p in (model.token.weight, model.position):
+        close(p.std(), 0.8, 0.05, "large initial embeddings, standard deviation")
+    assert (model.norm.weight == 8).all(), "the final norm's gain starts at 8"
+
+
 @pytest.mark.parametrize("sizes", [{"n_heads": 3}, {"d_model": 6}, {"d_model": 0}, {"n_anchor": -1},
                                    {"n_anchor": 0, "n_denoiser": 0}])
 def test_model_refuses_impossible_sizes(sizes):
@@ -1085,7 +1094,7 @@ def test_sampler_carries_visible_tokens_over():
 @pytest.mark.parametrize("bad", [
     {"batch_size": 0}, {"steps": 0}, {"refresh_every": 0}, {"temperature": -1}, {"top_p": 1.5},
     {"remask": "never"}, {"steps": None, "remask": "cap"}, {"prompt": torch.zeros(3).long()},
-    {"prompt": torch.tensor([0, 1, 2, 9])}, {"prompt": torch.tensor([3, 1, -1, 2])},
+    {"prompt": torch.tensor([0, 1, 2, 9])}, {"prompt": torch.tensor([3, 1, -1, 2])}, {"prompt": torch.ones(4)},
     {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": -0.5}, {"seq_len": 0},
 ])
 def test_sampler_refuses_bad_values(bad):
@@ -1154,6 +1163,16 @@ def test_paired_against_numpy(n_heads):
         assert error < 1e-4, (
             f"Eq. 48-54: h_fused is off by {error:.2g} for random weights. Look at: the RMS scales (both of "
             "the cached states), the order in J and F, the residual in R and phi, s_H in the result")
+
+
+def test_paired_starts_with_an_rms_of_1():
+    fusion = tadm.PairedFusion(64, 40, 4)
+    same_layout(fusion, reference.PairedFusion(64, 40, 4))
+    queries_and_keys, values = fusion.qkv.weight[:80], fusion.qkv.weight[80:]
+    for weight, scale in ((fusion.reduce_c.weight, 1), (fusion.reduce_h.weight, 1), (queries_and_keys, 0.5),
+                          (values, 1), (fusion.out.weight, 1), (fusion.mlp[0].weight, 1), (fusion.mlp[2].weight, 1)):
+        close(weight.std() * weight.shape[1] ** 0.5, scale, 0.1, "Eq. 49-51: each linear layer keeps an RMS of 1 at "
+              "the start, queries and keys have half of it")
 
 
 def test_paired_returns_the_anchor_where_nothing_changed():
@@ -1238,6 +1257,7 @@ def test_rollout_makes_k_steps(kind):
     assert len(model.refreshed) == 1 and len(model.predicted) == 2, "one anchor, max(k) predictions"
     start = model.refreshed[0]
     assert torch.equal(cache, start), "Eq. 13: the anchor is that of the first canvas"
+    assert all(torch.equal(used, start) for _, used in model.predicted), "Eq. 13: all k steps use this one anchor"
     first, second = (seen for seen, _ in model.predicted)
     assert torch.equal(first, start), "step 1 predicts from the anchor's canvas"
     assert torch.equal(second[age == 1], z[age == 1]), "step 2 predicts from where step 1 ended"
