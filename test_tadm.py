@@ -1341,6 +1341,22 @@ def test_distill_is_recomputed_from_its_states():
           "divided by B * L. Look at: the direction of the KL, t of the end state, the denominator")
 
 
+def test_distill_weighs_cross_entropy_and_kl():
+    """Our helper alone: its two weights, which posttrain_loss and the bound of a teacher set."""
+    if not inspect.isfunction(tadm._weighted_ce):
+        pytest.skip("a module may compute this otherwise")
+    x, t = torch.randint(0, 5, (3, 7), generator=rng()), torch.tensor([0.2, 0.5, 1.0])
+    masked = torch.rand(3, 7, generator=rng()) < 0.5
+    logits, teacher = torch.randn(2, int(masked.sum()), 5, generator=rng())
+    log_q, log_p = logits.double().log_softmax(-1), teacher.double().log_softmax(-1)
+    ce, kl = -log_q.gather(1, x[masked][:, None])[:, 0], (log_p.exp() * (log_p - log_q)).sum(-1)
+    for weights in ({}, {"ce": 0.0}, {"ce": 0.3, "kl": 0.7}):
+        each = torch.zeros(3, 7).double()
+        each[masked] = weights.get("ce", 1) * ce + weights.get("kl", 1) * kl
+        got = tadm._weighted_ce(logits, x, masked, t, teacher, **weights)
+        assert torch.allclose(got.double(), (each / t[:, None]).mean(1), atol=1e-5), f"Eq. 14: {weights}"
+
+
 def test_distill_kl_is_zero_for_a_student_that_equals_its_teacher(base):
     student = reference.PostTrained(base, 1, 1, 4)
     x = torch.randint(0, 11, (16, 6), generator=rng())
