@@ -98,7 +98,7 @@ class Watch:
     def __init__(self, model, tokenizer, canvas, steps, live):
         self.vocab, self.steps, self.live, self.slept = tokenizer.vocab, steps, live, 0.0
         self.frames, self.size, self.summed = [(canvas, 0, None)], None, []
-        self.terminal, self.pause = sys.stdout.isatty(), min(0.1, 10 / steps)
+        self.terminal, self.pause = sys.stdout.isatty(), min(0.1, 10 / max(1, steps))
         self.fusion, self.anchored = getattr(model, "fusion", None), model.depths[0] > 0
         if self.fusion is not None:
             self.fusion.register_forward_hook(self.measure)
@@ -353,14 +353,15 @@ def run(argv):
         raise UserError(f"--svg {args.svg}: the name must end in .svg")
     if args.svg and not 1 <= n_steps <= 1000:
         raise UserError(f"--svg draws 1 to 1000 steps, these are {n_steps}: choose other --steps")
-    watch = args.watch or args.svg
-    watch = watch and Watch(model, tokenizer, prompt.tolist(), n_steps, args.watch)
+    watch = None
+    if args.watch or args.svg:
+        watch = Watch(model, tokenizer, prompt.tolist(), n_steps, args.watch)
     begin = time.time()
     try:
         z, stats = tadm.sample(
             model, args.num, seq_len, steps, args.refresh_every, prompt.to(device), args.remask,
             args.temperature, args.top_p, torch.Generator(device).manual_seed(args.seed),
-            watch or None,
+            watch,
         )
     except ValueError as e:
         raise UserError(str(e)) from None
