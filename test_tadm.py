@@ -1606,11 +1606,9 @@ def test_script_trains_and_samples_from_end_to_end(tales, tmp_path, capsys):
     sample_script.main([checkpoint, "--num", "1", "--prompt", "The cat ___ 3 [MASK] and said", "--watch"])
     printed = capsys.readouterr().out
     assert re.search(r"^\[1\] The cat.* 3.* and said", printed, re.MULTILINE), "the prompt is held fixed"
+    assert "anchor age   0" in printed and "\x1b" not in printed, "plain text without a terminal"
     full = ["--prompt", "7" * 12, "--one-by-one", "--watch"]  # spelled: 12 tokens, nothing is left to write
     assert sample_script.main([checkpoint, *full]) == 0 and "0 steps" in capsys.readouterr().out
-    sample_script.main([checkpoint, "--num", "1", "--prompt", "The cat ___ 3 [MASK] and said", "--watch"])
-    printed = capsys.readouterr().out
-    assert "anchor age   0" in printed and "\x1b" not in printed, "plain text without a terminal"
 
 
 def test_script_reports_validity_and_entropy(tmp_path, capsys, monkeypatch):
