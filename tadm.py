@@ -1,18 +1,18 @@
 """Time-Anchored Diffusion Language Models (TADM, arXiv 2609.37924) in one file.
 
-A masked diffusion language model starts from a canvas of masks and reveals tokens in T reverse steps.
-The usual model runs its whole network at every step. TADM splits it in four (Eq. 7-10):
+A masked diffusion language model starts from a canvas of masks and reveals tokens in T reverse
+steps. The usual model runs its whole network at every step. TADM splits it in four (Eq. 7-10):
 
-    c = S(z_t)                  token embedding, the shared part: cheap, every step
-    h = A(S(z_t'))              anchor network: expensive, every K-th step, then reused (stale)
-    h_fused = Phi(c, h)         gated fusion: corrects the stale h with the current c, every step
-    logits = D(h_fused)         denoiser, a few layers: every step
+    c = S(z_t)                  token embedding: cheap, at every step
+    h = A(S(z_t'))              anchor network: expensive, at every K-th step, then reused
+    h_fused = Phi(c, h)         gated fusion: corrects the stale h with the current c
+    logits = D(h_fused)         denoiser: a few layers, at every step
 
-It is trained on anchors that are stale on purpose, so that reusing them costs little.
-Every model here is a pair of methods, and nothing else is asked of a model:
+In training the anchor is made stale on purpose, so that reusing it costs little. Every model has
+a mask_id and two methods, and the loss, the bound and the sampler need nothing else of it:
 
     cache = model.refresh(z)            # expensive: once every K steps
-    logits = model.predict(z, cache)    # cheap: every step; (B, L, V), real tokens only
+    logits = model.predict(z, cache)    # cheap: at every step; (B, L, V), real tokens only
 
 Notation            paper         here
     clean tokens        x             x          (B, L) int64, values 0..V-1
@@ -24,18 +24,17 @@ Notation            paper         here
     reverse steps       T             steps
     remasking           sigma_t       sigma
 
-Losses and bounds are in nats per token. Scaled down: 6 anchor and 2 denoiser layers (12 and 6 in the
-paper), tens of words for its thousand tokens. Left out: time conditioning (off there too), dropout.
+Losses and bounds are in nats per token. Smaller than the paper: 6 + 2 layers for 12 + 6, tens of
+tokens for 1024. Left out: time conditioning (off there too), dropout.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-# ------------------------------------------------------------------------------ 1. the networks
+# ----------------------------------------------------------------------- 1. the networks
 
 
 @dataclass(frozen=True)
@@ -57,49 +56,52 @@ class Config:
             raise ValueError(f"d_model must be divisible by 2 * n_heads, {2 * self.n_heads}")
 
 
+def rotate(x, cos, sin):
+    """Rotary positions: turn each pair of channels by the angle of its position."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
 class Block(nn.Module):
-    """One pre-norm Transformer layer, attention in both directions: (B, L, d) -> (B, L, d).
-    Given positions at (B, Q), only these ask, and are returned: (B, Q, d)."""
+    """One pre-norm Transformer layer, attention in both directions: (B, L, d) -> (B, L, d)."""
 
     def __init__(self, config):
         super().__init__()
         d, self.n_heads = config.d_model, config.n_heads
-        self.scale = (config.n_anchor + config.n_denoiser) ** -0.5  # the sum of all layers stays O(1)
+        d_head = d // self.n_heads
+        # every layer adds a little, so that the sum of all layers stays O(1)
+        self.scale = (config.n_anchor + config.n_denoiser) ** -0.5
         self.norm_attn, self.norm_mlp = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.norm_q, self.norm_k = (nn.LayerNorm(d // self.n_heads, bias=False) for _ in range(2))
+        self.norm_q, self.norm_k = (nn.LayerNorm(d_head, bias=False) for _ in range(2))
         self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
         self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
-        half = d // self.n_heads // 2
-        angle = torch.outer(torch.arange(config.seq_len), 10000.0 ** (-torch.arange(half) / half))
+        frequency = 10000.0 ** (-torch.arange(d_head // 2) / (d_head // 2))
+        angle = torch.outer(torch.arange(config.seq_len), frequency)  # (L, d_head / 2)
         self.register_buffer("rotary", torch.stack([angle.cos(), angle.sin()]), persistent=False)
 
-    def forward(self, x, at=None):
+    def forward(self, x):
         B, L, d = x.shape
         qkv = self.qkv(self.norm_attn(x)).view(B, L, 3, self.n_heads, d // self.n_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, L, d/heads)
-        a, b = torch.stack([self.norm_q(q), self.norm_k(k)]).chunk(2, dim=-1)
-        cos, sin = self.rotary[:, :L]  # rotary positions: turn each pair of channels by its angle
-        q, k = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
-        if at is not None:
-            q, x = q.take_along_dim(at[:, None, :, None], 2), x.take_along_dim(at[..., None], 1)
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        x = x + self.scale * self.out(y.flatten(2))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, L, d_head)
+        cos, sin = self.rotary[:, :L]
+        q, k = rotate(self.norm_q(q), cos, sin), rotate(self.norm_k(k), cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.scale * self.out(y.transpose(1, 2).flatten(2))
         return x + self.scale * self.down(F.gelu(self.up(self.norm_mlp(x))))
 
 
 class GatedFusion(nn.Module):
     """Correct a stale anchor h with the current shallow state c, token by token (Eq. 57-59).
-
-    c, h: (B, L, d), the embedding of z_t and the cached anchor of z_t'. Returns h_fused (B, L, d):
-    at the start LN(h), whatever c is.
-    """
+    c, h: (B, L, d), the embedding of z_t and the cached anchor of z_t'. Returns h_fused (B, L, d),
+    before training LN(h), whatever c is. Attributes: norm_c, norm_h (LN of c and h), gate (W_g),
+    up (W_1), down (W_2), norm_out (the outer LN). In u = [s; a], c comes first, then h."""
 
     def __init__(self, d_model):
         super().__init__()
         self.norm_c, self.norm_h, self.norm_out = (nn.LayerNorm(d_model) for _ in range(3))
         self.gate = nn.Linear(2 * d_model, d_model)
         self.up, self.down = nn.Linear(2 * d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
-        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.weight)  # no correction at first
         nn.init.zeros_(self.down.bias)
 
     def forward(self, c, h):
@@ -110,10 +112,9 @@ class GatedFusion(nn.Module):
 
 
 class DiffusionLM(nn.Module):
-    """What the models below share: the embedding S, and the last layers with the head.
-
-    The embedding has V + 1 rows and the head V outputs: the mask token can be read, never written.
-    """
+    """What all models below share: the embedding S, and the head that ends D.
+    The embedding has V + 1 rows and the head V outputs: the mask token can be read, never written
+    (SUBS). A model adds refresh and denoise, and depths: how many layers each of these two runs."""
 
     def __init__(self, config):
         super().__init__()
@@ -122,52 +123,49 @@ class DiffusionLM(nn.Module):
         self.position = nn.Parameter(torch.empty(config.seq_len, config.d_model))
         self.norm, self.head = nn.LayerNorm(config.d_model), nn.Linear(config.d_model, self.mask_id)
         for p in (self.token.weight, self.position):
-            nn.init.normal_(p, std=0.8)  # legible in the sum that the layers add to
-        nn.init.constant_(self.norm.weight, 8.0)  # small changes of that sum reach the logits
+            nn.init.normal_(p, std=0.8)  # not drowned by what the layers add to it
+        # The large gain learns faster, as small changes of the state then reach the logits.
+        # Its price: the first losses lie far above ln V, the loss of small logits.
+        nn.init.constant_(self.norm.weight, 8.0)
 
     def stack(self, n_layers):
         return nn.Sequential(*[Block(self.config) for _ in range(n_layers)])
 
     def embed(self, z):
-        """S: (B, L) int64 -> (B, L, d). Positions are learned, as rotary ones are relative: they
-        cannot tell the first mask from the last. Raises ValueError for a canvas beyond seq_len."""
+        """S: (B, L) int64 -> (B, L, d). Positions are learned, as the rotary ones are relative:
+        they cannot tell the first mask from the last. Raises ValueError beyond seq_len."""
         if z.shape[1] > self.config.seq_len:
             raise ValueError(f"canvas of {z.shape[1]} tokens, seq_len is {self.config.seq_len}")
         return self.token(z) + self.position[: z.shape[1]]
 
-    def read(self, blocks, x, where=None):
-        """The last layers and the head: x (B, L, d) -> logits (B, L, V), or (N, V) computed at the
-        N True positions of where (B, L) only: the last layer asks nowhere else."""
-        if where is None:
-            return self.head(self.norm(blocks(x)))
-        n = where.sum(dim=1, keepdim=True)
-        at = where.int().argsort(dim=1, descending=True, stable=True)[:, : n.max()]  # True ones first
-        x = blocks[-1](blocks[:-1](x), at)  # (B, Q, d), the first n of each row are wanted
-        return self.head(self.norm(x[torch.arange(at.shape[1], device=x.device) < n]))
+    def predict(self, z, cache):
+        """x_theta(z_t, z_t'): logits (B, L, V). Only those at masked z are ever used."""
+        return self.head(self.norm(self.denoise(z, cache)))
 
 
 class TADM(DiffusionLM):
-    """Shared embedding, cached anchor network, gated fusion, small denoiser (Eq. 8-10)."""
+    """Shared embedding, cached anchor network, gated fusion, small denoiser."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.depths = (config.n_anchor, config.n_denoiser)  # layers of refresh and of predict
+        self.depths = (config.n_anchor, config.n_denoiser)
         self.anchor = self.stack(config.n_anchor)
         self.fusion = GatedFusion(config.d_model)
         self.denoiser = self.stack(config.n_denoiser)
         self.anchor_head = nn.Linear(config.d_model, config.vocab_size)  # only for gamma > 0
 
     def refresh(self, z):
-        """h = A(S(z)): (B, L) -> (B, L, d)."""
+        """h = A(S(z)) (Eq. 8): (B, L) int64 -> (B, L, d)."""
         return self.anchor(self.embed(z))
 
-    def predict(self, z, cache, where=None):
-        """x_theta(z_t, z_t'): logits as in read; only those at masked z are ever used."""
-        return self.read(self.denoiser, self.fusion(self.embed(z), cache), where)
+    def denoise(self, z, cache):
+        """D(Phi(S(z), h)) without the head (Eq. 10): (B, L) int64 -> (B, L, d)."""
+        c, h = self.embed(z), cache
+        return self.denoiser(self.fusion(c, h))
 
-    def anchor_logits(self, cache, where):
-        """Logits (N, V) of the training-only head on h at the N True positions of where (B, L)."""
-        return self.anchor_head(F.layer_norm(cache[where], cache.shape[-1:]))
+    def anchor_logits(self, cache):
+        """The anchor's own prediction, (B, L, V), by a head that only training uses."""
+        return self.anchor_head(F.layer_norm(cache, cache.shape[-1:]))
 
 
 class ADLM(DiffusionLM):
@@ -183,18 +181,18 @@ class ADLM(DiffusionLM):
         self.denoiser = self.stack(config.n_denoiser)
 
     def refresh(self, z):
-        y = self.anchor_head(self.anchor_norm(self.anchor(self.embed(z))))  # (B, L, V)
-        return y, self.project(y)  # both cached: same numbers as projecting at every step
+        y = self.anchor_head(self.anchor_norm(self.anchor(self.embed(z))))
+        return y, self.project(y)  # the anchor's logits (B, L, V), and what D reads, (B, L, d)
 
-    def predict(self, z, cache, where=None):
-        return self.read(self.denoiser, cache[1], where)
+    def denoise(self, z, cache):
+        return self.denoiser(cache[1])
 
-    def anchor_logits(self, cache, where):
-        return cache[0][where]
+    def anchor_logits(self, cache):
+        return cache[0]
 
 
 class MDLM(DiffusionLM):
-    """The single-stage baseline: one stack of n_anchor + n_denoiser layers, nothing to cache."""
+    """The single-stage baseline: one stack of n_anchor + n_denoiser layers, no cache."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -204,340 +202,343 @@ class MDLM(DiffusionLM):
     def refresh(self, z):
         return None
 
-    def predict(self, z, cache, where=None):
-        return self.read(self.blocks, self.embed(z), where)
+    def denoise(self, z, cache):
+        return self.blocks(self.embed(z))
 
 
-def logits_at(model, z, cache, where):
-    """model.predict(z, cache)[where], (N, V), computed at the True positions only where it can be."""
-    if isinstance(model, DiffusionLM):
-        return model.predict(z, cache, where)
-    return model.predict(z, cache)[where]
-
-
-# ------------------------------------------------------------------------ 2. the forward process
+# --------------------------------------------------------------- 2. the forward process
 
 
 def corrupt(x, t, mask_id, generator=None):
     """Draw z_t from q(z_t | x) (Eq. 1): every token becomes the mask with probability t.
-
-    x: (B, L) int64; t: (B,) float32 in [0, 1]. Returns (B, L) int64.
-    """
+    x: (B, L) int64; t: (B,) float32 in [0, 1]. Returns z_t (B, L) int64."""
     u = torch.rand(x.shape, device=x.device, generator=generator)  # in [0, 1): t = 1 masks all
     return torch.where(u < t[:, None], mask_id, x)
 
 
 def corrupt_further(z_t, t, t_stale, mask_id, generator=None):
     """Draw z_t' from z_t, t' >= t (Eq. 15): a visible token stays with alpha_t' / alpha_t.
-
-    So z_t' never shows what z_t hides: both lie on one trajectory. t, t_stale: (B,) float32.
-    Returns (B, L) int64. Raises ValueError if some t' < t.
-    """
+    So z_t' never shows what z_t hides: both lie on one trajectory. z_t: (B, L) int64; t, t_stale:
+    (B,) float32. Returns (B, L) int64. Raises ValueError if some t' < t."""
     if (t_stale < t).any():
         raise ValueError("t_stale must not be smaller than t: an anchor is older than its canvas")
-    p_mask = (t_stale - t) / (1 - t).clamp_min(1e-9)  # 1 - alpha_t' / alpha_t, or 0 at t = 1
+    p_mask = (t_stale - t) / (1 - t).clamp_min(1e-9)  # 1 - alpha_t' / alpha_t; 0 at t = 1
     return corrupt(z_t, p_mask, mask_id, generator)
 
 
 def sample_times(batch_size, refresh_choices, steps_choices, generator=None, device=None):
     """Draw the times of a training batch (appendix C.2). Returns t, t_stale: (B,) float32.
-
-    t ~ U(1e-3, 1), "antithetic": one row in each of B equal strata, in random order. K and T come
-    from the two lists, the age k from 0..K-1, all per row, and t' = min(1, t + k/T).
-    """
-    u = torch.rand(5, batch_size, device=device, generator=generator)
-    t = 1e-3 + (1 - 1e-3) * (u[0].argsort() + u[1]) / batch_size
-    refresh_every = torch.tensor(refresh_choices, device=device)[(u[2] * len(refresh_choices)).long()]
-    steps = torch.tensor(steps_choices, device=device)[(u[3] * len(steps_choices)).long()]
-    age = (u[4] * refresh_every).long()
+    t ~ U(1e-3, 1), "antithetic": one row in each of B equal strata, in random order. K and T are
+    drawn from the two lists for each row, the age k from 0..K-1, and t' = min(1, t + k/T)."""
+    draw = {"generator": generator, "device": device}
+    stratum, u = torch.randperm(batch_size, **draw), torch.rand(2, batch_size, **draw)
+    t = 1e-3 + (1 - 1e-3) * (stratum + u[0]) / batch_size
+    row = torch.randint(len(refresh_choices), (batch_size,), **draw)
+    refresh_every = torch.tensor(refresh_choices, device=device)[row]
+    row = torch.randint(len(steps_choices), (batch_size,), **draw)
+    steps = torch.tensor(steps_choices, device=device)[row]
+    age = (u[1] * refresh_every).long()  # k, uniform on 0..K-1
     return t, (t + age / steps).clamp(max=1)
 
 
-# ------------------------------------------------------------------------- 3. loss and bound
+# -------------------------------------------------------------------- 3. loss and bound
 
 
-def _weighted_ce(logits, x, masked, t, teacher=None, ce=1.0, kl=1.0):
-    """(1/L) sum over masked l of CE_l / t: (B,) nats per token. logits: (N, V) at masked (B, L).
-    Given a teacher's logits, ce * CE + kl * KL(teacher || model) takes the place of CE."""
-    log_q = logits.float().log_softmax(-1)  # float32 under autocast too
-    loss = F.nll_loss(log_q, x[masked], reduction="none")
-    if teacher is not None:
-        log_p = teacher.float().log_softmax(-1)
-        loss = ce * loss + kl * (log_p.exp() * (log_p - log_q)).sum(-1)
-    row = masked.nonzero()[:, 0]
-    return torch.zeros_like(t).index_add(0, row, loss / t[row]) / x.shape[1]
+def log_probs(model, z, cache):
+    """log x_theta at the N masked positions of z, row by row: (N, V) float32, under autocast too.
+    The other positions are carried over from z (SUBS) and need no prediction."""
+    masked = z == model.mask_id
+    if not hasattr(model, "denoise"):
+        return model.predict(z, cache)[masked].float().log_softmax(dim=-1)
+    x = model.denoise(z, cache)[masked]  # our models: the head, the widest layer, runs only here
+    return model.head(model.norm(x)).float().log_softmax(dim=-1)
+
+
+def weighted_mean(each, masked, t):
+    """(1/L) * sum over masked l of each_l / t: (B,) nats per token.
+    each: (N,), one value for each True of masked (B, L), row by row. t: (B,) float32."""
+    weight = (1 / t)[:, None].expand(masked.shape)[masked]  # (N,), 1/t of the token's row
+    per_token = each.new_zeros(masked.shape).masked_scatter(masked, weight * each)
+    return per_token.mean(dim=1)  # over all L tokens, not over the masked ones
 
 
 def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
     """Training loss: the T-ANELBO (Theorem 5.1) for T -> infinity, a scalar in nats per token.
-
-    x: (B, L) int64 clean tokens; t, t_stale: (B,) float32 from sample_times. gamma > 0 adds the
-    supervision of the anchor. Raises ValueError if the model has no anchor to supervise.
-    """
-    # 1. Noise, and more noise for the anchor: what it saw is older than what the denoiser sees.
+    x: (B, L) int64 clean tokens; t, t_stale: (B,) float32 from sample_times. gamma > 0 supervises
+    the anchor as well. Raises ValueError if the model has none."""
+    # 1. Noise, and more noise for the anchor: it saw less than the denoiser sees now.
     z_t = corrupt(x, t, model.mask_id, generator)
     z_stale = corrupt_further(z_t, t, t_stale, model.mask_id, generator)
-    # 2. Predict, at the positions masked in z_t; the others are carried over and cost nothing.
+    # 2. Predict the masked tokens of z_t with the stale anchor.
     cache = model.refresh(z_stale)
+    log_q = log_probs(model, z_t, cache)
+    # 3. Cross-entropy with weight lambda_t = 1/t, divided by all B * L tokens.
     masked = z_t == model.mask_id
-    # 3. Weight 1/t, divide by all B * L tokens, not by the masked ones.
-    loss = _weighted_ce(logits_at(model, z_t, cache, masked), x, masked, t).mean()
-    # 4. The same on the anchor's own prediction, at the positions masked in z_t', weight 1/t'.
+    ce = F.nll_loss(log_q, x[masked], reduction="none")  # (N,)
+    loss = weighted_mean(ce, masked, t).mean()
+    # 4. The same for the anchor's own prediction: where z_t' is masked, with weight 1/t'.
     if gamma > 0:
         if not hasattr(model, "anchor_logits"):
             raise ValueError("gamma > 0 needs a model with an anchor: this one has none")
         masked = z_stale == model.mask_id
-        logits = model.anchor_logits(cache, masked)
-        loss += gamma * _weighted_ce(logits, x, masked, t_stale).mean()
+        log_y = model.anchor_logits(cache)[masked].float().log_softmax(dim=-1)
+        ce = F.nll_loss(log_y, x[masked], reduction="none")
+        loss = loss + gamma * weighted_mean(ce, masked, t_stale).mean()
     return loss
 
 
 @torch.no_grad()
 def bound(model, x, steps, refresh_every=1, generator=None, draws=8, teacher=None):
     """Estimate the bound on -log p(x), (B,) float32 in nats per token, without bias. x: (B, L) int64.
-
-    steps = T: the T-step bound of sampling with a cache refreshed every K steps. Step i = T..1 has
-    t = i/T, weight lambda = 1/i on each masked token, and an anchor of age (T - i) mod K, drawn on
-    the same trajectory. The sum over i is T times the mean over a random i: weight T/i = 1/t. As
+    steps = T: the T-step bound of sampling with an anchor refreshed every K steps. Step i = T..1
+    has t = i/T, weight 1/i on each masked token, and an anchor of age (T - i) mod K on the same
+    trajectory. A random i with T times its weight, T/i = 1/t, stands for the sum over i. As
     alpha_0 = 1 there is no reconstruction term. steps = None: T -> infinity, fresh anchors; the
-    integral over t makes the number of masks n uniform on 1..L, with weight L/n, and is drawn so.
-    draws: levels i (or n) per row, one in each of that many strata. teacher: a model; its
-    KL(teacher || model) then takes the place of -log p. Raises ValueError for values below 1.
-    """
+    integral over t makes the number n of masks uniform on 1..L with weight L/n, so n is drawn.
+    draws: how many i (or n) for each row, one in each of that many equal strata. teacher: a model;
+    KL(teacher || model) then takes the place of -log p. Raises ValueError for values below 1."""
     if min(refresh_every, draws, 1 if steps is None else steps) < 1:
         raise ValueError("steps, refresh_every and draws must be at least 1")
     B, L = x.shape
+    levels = L if steps is None else steps
     total = torch.zeros(B, device=x.device)
     for j in range(draws):
         u = (j + torch.rand(B, device=x.device, generator=generator)) / draws
-        n_levels = L if steps is None else steps
-        level = 1 + (u * n_levels).long().clamp(max=n_levels - 1)  # i or n, uniform on 1..n_levels
-        t = level / n_levels
-        if steps is None:
-            order = torch.rand(x.shape, device=x.device, generator=generator).argsort(dim=1)
-            z_stale = z_t = torch.where(order < level[:, None], model.mask_id, x)
+        level = 1 + (u * levels).long().clamp(max=levels - 1)  # i or n, uniform on 1..levels
+        t = level / levels
+        if steps is None:  # exactly n masks, in random places
+            rank = torch.rand(x.shape, device=x.device, generator=generator).argsort(dim=1)
+            z_t = z_stale = torch.where(rank < level[:, None], model.mask_id, x)
         else:
-            z_t = corrupt(x, t, model.mask_id, generator)
             t_stale = (level + (steps - level) % refresh_every) / steps
+            z_t = corrupt(x, t, model.mask_id, generator)
             z_stale = corrupt_further(z_t, t, t_stale, model.mask_id, generator)
         masked = z_t == model.mask_id
-        logits = logits_at(model, z_t, model.refresh(z_stale), masked)
-        wanted = teacher and logits_at(teacher, z_t, teacher.refresh(z_t), masked)
-        total += _weighted_ce(logits, x, masked, t, wanted, ce=0.0)
+        log_q = log_probs(model, z_t, model.refresh(z_stale))
+        if teacher is None:
+            each = F.nll_loss(log_q, x[masked], reduction="none")
+        else:
+            log_p = log_probs(teacher, z_t, teacher.refresh(z_t))
+            each = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+        total += weighted_mean(each, masked, t)
     return total / draws
 
 
-# ---------------------------------------------------------------------------- 4. sampling
+# ------------------------------------------------------------------------- 4. sampling
 
 REMASK = ("none", "cap", "rescale", "conf", "loop")
 
 
 def remask_schedule(kind, t, s, eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
     """The step from t down to s under a ReMDM schedule: (alpha_t, alpha_s, sigma), floats.
-
-    none: sigma = 0. cap: min(eta, sigma_max), eta = 0.04 unless given. rescale: eta * sigma_max.
-    conf: sigma_max, which reverse_step splits over the tokens by confidence. loop, from t = 1 down
-    to 0: alpha rises to alpha_on at t_on, stays there with sigma = eta (0.02) down to t_off, and
-    then rises to 1. Raises ValueError for an unknown kind or values out of range.
-    """
+    none: sigma = 0. cap: min(eta, sigma_max). rescale: eta * sigma_max. conf: sigma_max, shared
+    out by choose_positions. loop, from t = 1 down to 0: alpha rises to alpha_on at t_on, stays
+    there with sigma = eta until t_off, then rises to 1. eta: 0.04 unless given, 0.02 for loop.
+    The released ReMDM code chooses the branch of loop by t alone; here a step across t_on or t_off
+    ends at its own alpha_s, so the masked share stays right. Raises ValueError for bad values."""
     eta = (0.02 if kind == "loop" else 0.04) if eta is None else eta
     if kind not in REMASK or not 0 <= eta <= 1:
         raise ValueError(f"no such schedule: remask {kind!r} of {REMASK}, eta {eta} of [0, 1]")
-    if kind != "loop":
-        alpha_t, alpha_s = 1 - t, 1 - s
-        sigma_max = min(1, (1 - alpha_s) / max(alpha_t, 1e-9))
-        sigma = {"none": 0, "cap": min(eta, sigma_max), "rescale": eta * sigma_max}
-        return alpha_t, alpha_s, sigma.get(kind, sigma_max)
-    if not (0 < t_off < t_on < 1 and 0 < alpha_on < 1 and eta <= (1 - alpha_on) / alpha_on):
-        raise ValueError("loop needs 0 < t_off < t_on < 1 and eta <= (1 - alpha_on) / alpha_on")
+    if kind == "loop":
+        if not (0 < t_off < t_on < 1 and 0 < alpha_on < 1 and eta <= (1 - alpha_on) / alpha_on):
+            raise ValueError("loop needs 0 < t_off < t_on < 1, eta <= (1 - alpha_on) / alpha_on")
 
-    def alpha(time):
-        if time > t_on:
-            return alpha_on * (1 - time) / (1 - t_on)
-        return alpha_on if time > t_off else 1 - (1 - alpha_on) * time / t_off
+        def alpha(time):
+            if time > t_on:
+                return alpha_on * (1 - time) / (1 - t_on)
+            return alpha_on if time > t_off else 1 - (1 - alpha_on) * time / t_off
 
-    return alpha(t), alpha(s), eta if t_off <= s and t <= t_on else 0
+        return alpha(t), alpha(s), eta if t_off <= s and t <= t_on else 0.0
+    alpha_t, alpha_s = 1 - t, 1 - s
+    sigma_max = min(1.0, (1 - alpha_s) / max(alpha_t, 1e-9))
+    if kind == "none":
+        return alpha_t, alpha_s, 0.0
+    if kind == "cap":
+        return alpha_t, alpha_s, min(eta, sigma_max)
+    return alpha_t, alpha_s, sigma_max * (eta if kind == "rescale" else 1)
+
+
+def choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed=None, confidence=None,
+                     generator=None):
+    """Where a reverse step acts (Eq. 17): reveal, remask, both (B, L) bool. No prediction is needed.
+    A masked token is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t), a
+    visible one is remasked with probability sigma. alpha_t, alpha_s, sigma: floats or (B, 1);
+    sigma is cut to its largest valid value. fixed: (B, L) bool, never remasked. confidence: (B, L)
+    float, the probability that each token was drawn with; it gives the doubtful more of sigma.
+    Raises ValueError unless 0 <= alpha_t <= alpha_s <= 1 and alpha_t < 1."""
+    alpha_t, alpha_s, sigma = (torch.as_tensor(v, device=z.device) for v in (alpha_t, alpha_s, sigma))
+    if not ((0 <= alpha_t) & (alpha_t <= alpha_s) & (alpha_s <= 1) & (alpha_t < 1)).all():
+        raise ValueError(f"a step needs alpha_t <= alpha_s in [0, 1], got {alpha_t} and {alpha_s}")
+    masked = z == mask_id
+    free = ~masked if fixed is None else ~masked & ~fixed
+    if confidence is not None:  # ReMDM's conf: sigma times a softmax of minus the confidence
+        sigma = sigma * (-confidence).masked_fill(~free, -1e9).softmax(dim=1) * free
+    sigma_max = ((1 - alpha_s) / alpha_t.clamp_min(1e-9)).clamp_max(1)
+    sigma = sigma.clamp_min(0).minimum(sigma_max)
+    p_reveal = (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t)  # exactly 1 in the last step
+    u = torch.rand(z.shape, device=z.device, generator=generator)
+    return masked & (u < p_reveal), free & (u < sigma)
 
 
 def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
-    """Draw one token per row of logits (N, V). Returns ids (N,) int64, their probabilities (N,).
-
-    Temperature 0 takes the likeliest. Nucleus: the likeliest tokens until their sum reaches top_p,
-    the one that crosses it included; top_p = 0 takes the likeliest, top_p = 1 changes nothing.
-    """
+    """What is revealed: one draw for each row of logits (N, V). Returns ids (N,) int64, and the
+    probability of each (N,) float32, before the nucleus.
+    Temperature 0 takes the likeliest. Nucleus: the likeliest tokens until their sum reaches top_p;
+    0 takes the likeliest, 1 changes nothing. The token that crosses top_p is kept, as usual; the
+    released ReMDM code drops it."""
     if temperature < 1e-6:
         temperature, top_p = 1.0, 0.0
-    weights = probs = (logits.float() / temperature).softmax(dim=-1)
+    probs = (logits.float() / temperature).softmax(dim=-1)
+    weights = probs
     if top_p < 1:
         ranked, index = probs.sort(dim=-1, descending=True, stable=True)
-        outside = ranked.cumsum(dim=-1) - ranked >= top_p  # reached before this token
+        outside = ranked.cumsum(dim=-1) - ranked >= top_p  # the sum was reached before it
         outside[:, 0] = False
         weights = probs.scatter(1, index, ranked.masked_fill(outside, 0.0))
     ids = torch.multinomial(weights, 1, generator=generator)
     return ids[:, 0], probs.gather(1, ids)[:, 0]
 
 
-def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, reveal=None,
-                 confidence=None, by_confidence=False, temperature=1.0, top_p=1.0, generator=None):
-    """One reverse step from z_t (B, L) to z_s (B, L), Eq. 17 with remasking.
-
-    A masked token is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t), and
-    only then drawn from softmax(logits): the same law as one draw over V tokens and the mask.
-    A visible token is remasked with probability sigma and otherwise stays what it is.
-
-    logits: (B, L, V), or a function of a (B, L) bool that returns those there, (N, V), called only
-    if a token is revealed. alpha_t, alpha_s, sigma: floats, (B, 1) or (B, L); sigma is cut to its
-    largest valid value. fixed: (B, L) bool, never remasked. reveal: (B, L) bool, the tokens to reveal
-    instead of the random choice. confidence: (B, L) float, updated in place with the probability of
-    each revealed token; by_confidence gives the doubtful ones more of sigma. Raises ValueError
-    unless 0 <= alpha_t <= alpha_s <= 1 and alpha_t < 1.
-    """
-    as_tensor = partial(torch.as_tensor, dtype=torch.float32, device=z.device)
-    alpha_t, alpha_s, sigma = map(as_tensor, (alpha_t, alpha_s, sigma))
-    if not ((0 <= alpha_t) & (alpha_t <= alpha_s) & (alpha_s <= 1) & (alpha_t < 1)).all():
-        raise ValueError(f"a step needs alpha_t <= alpha_s in [0, 1], got {alpha_t} and {alpha_s}")
-    masked = z == mask_id
-    free = ~masked if fixed is None else ~masked & ~fixed
-    if by_confidence:
-        sigma = sigma * (-confidence).masked_fill(~free, -1e9).softmax(dim=1) * free
-    sigma = sigma.clamp_min(0).minimum(((1 - alpha_s) / alpha_t.clamp_min(1e-9)).clamp_max(1))
-    u = torch.rand(z.shape, device=z.device, generator=generator)
-    p_reveal = (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t)  # exactly 1 in the last step
-    reveal = masked & (u < p_reveal if reveal is None else reveal)
-    z = z.masked_fill(free & (u < sigma), mask_id)
-    if reveal.any():
-        at = logits(reveal) if callable(logits) else logits[reveal]
-        z[reveal], prob = draw_tokens(at, temperature, top_p, generator)
-        if confidence is not None:
-            confidence[reveal] = prob
-    return z
+def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, confidence=None,
+                 temperature=1.0, top_p=1.0, generator=None):
+    """One reverse step from z_t (B, L) to z_s (B, L), Eq. 17: first where, then what.
+    Deciding first whether a token is revealed is the same law as one draw over V tokens and the
+    mask. A visible token is remasked or stays what it is. logits: (B, L, V). confidence is updated
+    in place with the probability of each new token. All else: see choose_positions, draw_tokens."""
+    reveal, remask = choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed, confidence,
+                                      generator)
+    z_s = z.masked_fill(remask, mask_id)
+    z_s[reveal], prob = draw_tokens(logits[reveal], temperature, top_p, generator)
+    if confidence is not None:
+        confidence[reveal] = prob
+    return z_s
 
 
 @torch.no_grad()
 def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, remask="none",
            temperature=1.0, top_p=1.0, generator=None, callback=None, **remask_options):
     """Write text (Algorithm 1). Returns z (B, L) int64 without masks, and stats.
-
     steps = T, or None for one token per step in random order, the exact limit T -> infinity.
     refresh_every = K: the anchor network runs at steps 0, K, 2K, ... prompt: (L,) or (B, L) int64,
-    mask_id where text is wanted; the rest is held fixed.
-    callback(step, z, age) is called after every step. remask_options: see remask_schedule.
-    stats: steps, and the calls really made (anchor_calls, denoiser_calls, layer_calls): as there is
-    no time input, a step that reveals nothing needs no prediction, and an anchor that no prediction
-    reads is never computed. That changes no token. Raises ValueError for values out of range.
-    """
+    mask_id where text is wanted; the rest is held fixed. callback(step, z, age) is called after
+    every step. remask_options: see remask_schedule. stats: steps, and the calls really made,
+    anchor_calls, denoiser_calls, layer_calls. Raises ValueError for values out of range."""
     if min(batch_size, seq_len, refresh_every, 1 if steps is None else steps) < 1:
         raise ValueError("batch_size, seq_len, steps and refresh_every must be at least 1")
     if not (0 <= temperature < float("inf") and 0 <= top_p <= 1):
         raise ValueError("temperature must be 0 or more, and top_p must lie in [0, 1]")
     if steps is None and remask != "none":
         raise ValueError("remasking needs a number of steps")
-    device = next((p.device for p in getattr(model, "parameters", tuple)()), torch.device("cpu"))
-    z = torch.full((batch_size, seq_len), model.mask_id, device=device)
+    weights = list(model.parameters()) if hasattr(model, "parameters") else []
+    device, mask_id = weights[0].device if weights else "cpu", model.mask_id
+    z = torch.full((batch_size, seq_len), mask_id, device=device)
     if prompt is not None:
         fits = prompt.shape in (z.shape, z.shape[1:]) and not prompt.is_floating_point()
-        if not fits or prompt.min() < 0 or prompt.max() > model.mask_id:
-            raise ValueError(f"prompt must hold {seq_len} integers from 0 to {model.mask_id}")
+        if not fits or prompt.min() < 0 or prompt.max() > mask_id:
+            raise ValueError(f"prompt must hold {seq_len} integers from 0 to {mask_id}")
         z.copy_(prompt)
-    fixed = z != model.mask_id
-    order = torch.rand(z.shape, device=device, generator=generator)
-    order = order.masked_fill(fixed, 2.0).argsort(dim=1).argsort(dim=1)  # ranks: for steps = None
-    confidence = torch.ones(z.shape, device=device)
+    fixed = z != mask_id
+    confidence = torch.ones(z.shape, device=device) if remask == "conf" else None
     n_steps = int((~fixed).sum(dim=1).max()) if steps is None else steps
     stats = {"steps": n_steps, "anchor_calls": 0, "denoiser_calls": 0}
-    anchor_canvas = cache = None
-
-    def logits(where):  # reads z as it was before the step that asks
-        nonlocal anchor_canvas, cache
-        if anchor_canvas is not None:
-            cache, anchor_canvas = model.refresh(anchor_canvas), None
-            stats["anchor_calls"] += cache is not None  # MDLM has no anchor
-        stats["denoiser_calls"] += 1
-        return logits_at(model, z, cache, where)
 
     for j in range(n_steps):
-        i = n_steps - j  # the paper counts steps down: i = T..1
+        # The anchor is due at steps 0, K, 2K, ..., on the canvas of that step. It is computed as
+        # soon as a prediction needs it: with many steps none may, until the next one is due.
         if j % refresh_every == 0:
-            anchor_canvas = z  # the anchor is due: computed as soon as a prediction needs it
-        schedule = remask_schedule(remask, i / n_steps, (i - 1) / n_steps, **remask_options)
-        z = reverse_step(z, logits, *schedule, model.mask_id, fixed=fixed, confidence=confidence,
-                         by_confidence=remask == "conf", reveal=order == j if steps is None else None,
-                         temperature=temperature, top_p=top_p, generator=generator)
+            anchor_canvas, due = z, True
+        # Where: without any prediction.
+        if steps is None:  # one masked token of each row, all as likely
+            u = torch.rand(z.shape, device=device, generator=generator) * (z == mask_id)
+            z_s, reveal = z.clone(), (u > 0) & (u == u.amax(dim=1, keepdim=True))
+        else:
+            i = steps - j  # the paper counts down: i = T..1
+            step = remask_schedule(remask, i / steps, (i - 1) / steps, **remask_options)
+            reveal, hide = choose_positions(z, *step, mask_id, fixed, confidence, generator)
+            z_s = z.masked_fill(hide, mask_id)
+        # What: a step that reveals nothing has nothing to predict.
+        if reveal.any():
+            if due:
+                cache, due = model.refresh(anchor_canvas), False
+                stats["anchor_calls"] += cache is not None  # MDLM has no anchor
+            logits = model.predict(z, cache)
+            stats["denoiser_calls"] += 1
+            z_s[reveal], prob = draw_tokens(logits[reveal], temperature, top_p, generator)
+            if confidence is not None:
+                confidence[reveal] = prob
+        z = z_s
         if callback is not None:
             callback(j, z, j % refresh_every)
+
     anchor, denoiser = getattr(model, "depths", (0, 0))
     stats["layer_calls"] = stats["anchor_calls"] * anchor + stats["denoiser_calls"] * denoiser
     return z, stats
 
 
 def layer_calls(config, steps, refresh_every):
-    """Eq. 11, layers that TADM or ADLM run in T steps (S has none): T L_D + ceil(T / K) L_A."""
+    """Eq. 11, layers that TADM or ADLM run in T steps (S has none): T L_D + ceil(T/K) L_A."""
     return steps * config.n_denoiser + -(-steps // refresh_every) * config.n_anchor
 
 
-# ------------------------------------------------------------------------- 5. post-training
+# -------------------------------------------------------------------- 5. post-training
 
 
 class PairedFusion(nn.Module):
     """Correct the anchor of a finished model by what changed in its shallow state (Eq. 48-56).
-
     c, c_cached: shallow states of the current canvas and of the anchor's; h_cached, the anchor: all
-    (B, L, d). Returns (B, L, d): exactly h_cached if c equals c_cached (M = 0), and at the start.
-    """
+    (B, L, d). Returns (B, L, d): exactly h_cached if c = c_cached (M = 0), and before training."""
 
     def __init__(self, d_model, rank, n_heads=4):
         super().__init__()
         self.n_heads = n_heads
-        linear = partial(nn.Linear, bias=False)
+
+        def linear(n_in, n_out):
+            layer = nn.Linear(n_in, n_out, bias=False)
+            nn.init.normal_(layer.weight, std=n_in**-0.5)  # an RMS of 1 stays 1
+            return layer
+
         self.reduce_c, self.reduce_h = linear(d_model, rank), linear(d_model, rank)  # W_C, W_H
         self.qkv, self.out = linear(2 * rank, 3 * rank), linear(rank, rank)  # W_Q, W_K, W_V; W_O
         self.mlp = nn.Sequential(linear(rank, 2 * rank), nn.SiLU(), linear(2 * rank, rank))
         self.gate = nn.Sequential(linear(4 * rank, rank), nn.SiLU(), nn.Linear(rank, 1))
-        self.up = linear(rank, d_model)  # W_up
-        for layer in (self.reduce_c, self.reduce_h, self.qkv, self.out, self.mlp[0], self.mlp[2]):
-            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)  # keeps an RMS of 1
-        nn.init.normal_(self.qkv.weight[: 2 * rank], std=0.5 * (2 * rank) ** -0.5)  # soft attention
+        self.up = nn.Linear(rank, d_model, bias=False)  # W_up
+        with torch.no_grad():
+            self.qkv.weight[: 2 * rank] *= 0.5  # smaller queries and keys: soft attention
         nn.init.zeros_(self.up.weight)
         nn.init.constant_(self.gate[-1].bias, -3.0)
 
-    def mix(self, z, u):  # phi(Z, U), (B, L, r) each (Eq. 50-51)
+    def mix(self, z, u):  # phi(Z, U) (Eq. 50-51), (B, L, r) each
         qkv = self.qkv(torch.cat([z, u], dim=-1)).unflatten(-1, (3, self.n_heads, -1))
         y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
         r = z + self.out(y.transpose(1, 2).flatten(2))
         return r + self.mlp(r)
 
-    def remember(self, c_cached, h_cached):  # what stays the same until the next refresh
-        square = torch.stack([c_cached, h_cached]).square().mean(-1, keepdim=True)
-        s_c, s_h = (square + 1e-6).sqrt()  # Eq. 48: RMS per token
-        z_0, u = self.reduce_c(c_cached / s_c), self.reduce_h(h_cached / s_h)  # Eq. 49
-        return s_c, s_h, z_0, u, self.mix(z_0, u)
-
-    def forward(self, c, c_cached, h_cached, memory=None):
-        s_c, s_h, z_0, u, phi_0 = memory or self.remember(c_cached, h_cached)
-        z = self.reduce_c(c / s_c)
-        m = self.mix(z, u) - phi_0  # Eq. 52
-        g = torch.sigmoid(self.gate(torch.cat([u, z_0, z - z_0, m], dim=-1)))  # Eq. 53: one per token
+    def forward(self, c, c_cached, h_cached):
+        s_c, s_h = ((v.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()  # Eq. 48: RMS
+                    for v in (c_cached, h_cached))
+        z, z_0 = self.reduce_c(c / s_c), self.reduce_c(c_cached / s_c)  # Eq. 49
+        u = self.reduce_h(h_cached / s_h)
+        m = self.mix(z, u) - self.mix(z_0, u)  # Eq. 52: what the new tokens change
+        g = torch.sigmoid(self.gate(torch.cat([u, z_0, z - z_0, m], dim=-1)))  # Eq. 53, per token
         return h_cached + g * s_h * self.up(m)  # Eq. 54
 
 
 class PostTrained(MDLM):
     """A frozen copy of a trained MDLM, split in three, with a cache (Section 4).
-
     S is the embedding and the first n_shared layers, D the last n_denoiser layers, the norm and the
-    head, A what lies between. Only the fusion has gradients. naive switches it off: the stale anchor
-    is used as it is (Table 6). Raises ValueError for an impossible split.
-    """
+    head, A what lies between. Only the fusion has gradients. naive = True switches it off: the stale
+    anchor is used as it is (Table 6). Raises ValueError for an impossible split."""
 
     def __init__(self, base, n_shared, n_denoiser, rank, n_heads=4, naive=False):
         super().__init__(base.config)
         self.load_state_dict(base.state_dict())
         self.requires_grad_(False)
         n_anchor = len(self.blocks) - n_shared - n_denoiser
-        if min(n_shared, n_anchor - 1, n_denoiser - 1) < 0:
+        if n_shared < 0 or n_anchor < 1 or n_denoiser < 1:
             raise ValueError(f"{len(self.blocks)} layers cannot be split like that")
         self.split, self.naive = (n_shared, n_shared + n_anchor), naive
-        again = 0 if naive else n_shared  # a prediction on the anchor's own canvas has S cached
-        self.depths = (len(self.blocks) - n_denoiser - again, n_denoiser + again)
+        # S runs once a step, in refresh or in predict; without the fusion in refresh only
+        self.depths = (n_anchor, n_shared + n_denoiser) if not naive else (self.split[1], n_denoiser)
         self.fusion = PairedFusion(base.config.d_model, rank, n_heads)
 
     def shared(self, z):
@@ -545,54 +546,51 @@ class PostTrained(MDLM):
 
     def refresh(self, z):
         c = self.shared(z)
-        h = self.blocks[self.split[0] : self.split[1]](c)
-        return z, c, h, None if self.naive else self.fusion.remember(c, h)
+        return z, c, self.blocks[self.split[0] : self.split[1]](c)
 
-    def predict(self, z, cache, where=None):
-        z_cached, c_cached, h, memory = cache
-        if torch.is_grad_enabled():
-            memory = None  # a rollout's has no gradients
-        if not self.naive and (memory is None or not torch.equal(z, z_cached)):  # else M = 0
-            h = self.fusion(self.shared(z), c_cached, h, memory)
-        return self.read(self.blocks[self.split[1] :], h, where)
+    def denoise(self, z, cache):
+        z_cached, c_cached, h = cache
+        # a fresh anchor needs no correction (Eq. 55), only its gradients
+        stale = torch.is_grad_enabled() or not torch.equal(z, z_cached)
+        if stale and not self.naive:
+            h = self.fusion(self.shared(z), c_cached, h)
+        return self.blocks[self.split[1] :](h)
 
 
 @torch.no_grad()
-def rollout(model, x, age, steps, remask="none", generator=None, **remask_options):
-    """Noise x, cache the anchor, and run the sampler for `age` steps with that anchor (Eq. 13).
-
-    x: (B, L) int64; age: (B,) int64, k per row; steps = T. Returns z (B, L) int64, the cache, and
-    the masked share t (B,) that the schedule gives z. Raises ValueError unless age < steps.
-    """
+def rollout(model, x, age, steps, generator=None):
+    """Noise x, cache the anchor, and run the sampler for `age` steps with it (Eq. 13).
+    x: (B, L) int64; age: (B,) int64, k of each row; steps = T. Returns z (B, L) int64, the cache,
+    and the time t (B,) of z. Raises ValueError unless age < steps."""
     if age.max() >= steps:
         raise ValueError("every age must be smaller than steps")
-    table = [remask_schedule(remask, i / steps, (i - 1) / steps, **remask_options)
-             for i in range(1, steps + 1)]
-    table = torch.tensor(table, device=x.device).T[..., None]  # (3, T, 1): alpha_t, alpha_s, sigma
-    t = sample_times(len(x), [1], [1], generator, x.device)[0]
-    level = (t * steps + 0.5).long().clamp(max=steps).maximum(age + 1)  # i_a, on the grid
-    z = corrupt(x, 1 - table[0, level - 1, 0], model.mask_id, generator)
-    cache, confidence = model.refresh(z), torch.ones(z.shape, device=z.device)
-    for j in range(int(age.max())):
-        step = table[:, (level - j).clamp_min(1) - 1]  # a finished row steps too, for nothing
-        z_s = reverse_step(z, partial(logits_at, model, z, cache), *step, model.mask_id,
-                           confidence=confidence, by_confidence=remask == "conf", generator=generator)
-        z = torch.where((j < age)[:, None], z_s, z)
-    return z, cache, 1 - table[0, level - age - 1, 0]
+    # The anchor's time t' is uniform and on the grid i/T; k steps must be left below it.
+    t, _ = sample_times(len(x), [1], [1], generator, x.device)
+    i_a = (t * steps + 0.5).long().clamp(max=steps).maximum(age + 1)
+    z = corrupt(x, i_a / steps, model.mask_id, generator)
+    cache = model.refresh(z)
+    for k in range(int(age.max())):
+        i = (i_a - k).clamp(min=1)[:, None]
+        logits = model.predict(z, cache)
+        z_s = reverse_step(z, logits, 1 - i / steps, 1 - (i - 1) / steps, 0.0, model.mask_id,
+                           generator=generator)
+        z = torch.where((k < age)[:, None], z_s, z)  # rows that have made their k steps stay
+    return z, cache, (i_a - age) / steps
 
 
 def posttrain_loss(student, teacher, x, steps, ages=(0, 1, 2), kd_weight=1.0, generator=None):
-    """Loss of post-training (Eq. 14), a scalar in nats per token; gradients reach the fusion only.
-
+    """Loss of post-training (Eq. 14), a scalar in nats per token; only the fusion learns.
     At the masked positions of the states that the student itself meets: cross-entropy of the clean
-    tokens x (B, L), plus kd_weight * KL(teacher || student). Weighted by 1/t, as in t_anelbo.
+    tokens x (B, L) int64, plus kd_weight * KL(teacher || student), weighted by 1/t as in t_anelbo.
     """
     # 1. Where the sampler gets with an anchor of age 0, 1 or 2: without gradients.
     row = torch.randint(len(ages), (len(x),), generator=generator, device=x.device)
     age = torch.tensor(ages, device=x.device)[row]
     z, cache, t = rollout(student, x, age, steps, generator=generator)
     # 2. Predict there once more, with gradients, and ask the teacher, which sees all of z.
-    masked = z == student.mask_id
-    logits = logits_at(student, z, cache, masked)
-    wanted = logits_at(teacher, z, teacher.refresh(z), masked).detach()
-    return _weighted_ce(logits, x, masked, t, wanted, kl=kd_weight).mean()  # 3. Eq. 14
+    log_q, masked = log_probs(student, z, cache), z == student.mask_id
+    log_p = log_probs(teacher, z, teacher.refresh(z)).detach()
+    # 3. Eq. 14.
+    ce = F.nll_loss(log_q, x[masked], reduction="none")
+    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+    return weighted_mean(ce + kd_weight * kl, masked, t).mean()
