@@ -1,15 +1,17 @@
 """Time-Anchored Diffusion Language Models (TADM, arXiv 2609.37924) in one file.
 
-A masked diffusion language model starts from a canvas of masks and reveals tokens in T reverse
-steps. The usual model runs its whole network at every step. TADM splits it in four (Eq. 7-10):
+A masked diffusion language model starts from a canvas of masks and reveals
+tokens in T reverse steps. The usual model runs its whole network at each of
+them. TADM splits it in four (Eq. 7-10):
 
     c = S(z_t)                  token embedding: cheap, at every step
     h = A(S(z_t'))              anchor network: expensive, at every K-th step, then reused
     h_fused = Phi(c, h)         gated fusion: corrects the stale h with the current c
     logits = D(h_fused)         denoiser: a few layers, at every step
 
-In training the anchor is made stale on purpose, so that reusing it costs little. Every model has
-a mask_id and two methods, and the loss, the bound and the sampler need nothing else of it:
+In training the anchor is stale on purpose, so that reusing it costs little.
+Every model has a mask_id and these two methods; the loss, the bound and the
+sampler need nothing else:
 
     cache = model.refresh(z)            # expensive: once every K steps
     logits = model.predict(z, cache)    # cheap: at every step; (B, L, V), real tokens only
@@ -24,8 +26,8 @@ Notation            paper         here
     reverse steps       T             steps
     remasking           sigma_t       sigma
 
-Losses and bounds are in nats per token. Smaller than the paper: 6 + 2 layers for 12 + 6, tens of
-tokens for 1024. Left out: time conditioning (off there too), dropout.
+Losses and bounds are in nats per token. Smaller than the paper: 6 + 2 layers
+for 12 + 6, tens of tokens for 1024. Left out: time conditioning (off there too).
 """
 
 from dataclasses import dataclass
@@ -92,9 +94,9 @@ class Block(nn.Module):
 
 class GatedFusion(nn.Module):
     """Correct a stale anchor h with the current shallow state c, token by token (Eq. 57-59).
-    c, h: (B, L, d), the embedding of z_t and the cached anchor of z_t'. Returns h_fused (B, L, d),
-    before training LN(h), whatever c is. Attributes: norm_c, norm_h (LN of c and h), gate (W_g),
-    up (W_1), down (W_2), norm_out (the outer LN). In u = [s; a], c comes first, then h."""
+    c, h: (B, L, d), the embedding of z_t and the cached anchor of z_t'. Returns
+    h_fused (B, L, d), before training LN(h). Attributes: norm_c, norm_h (LN of c, h),
+    gate (W_g), up (W_1), down (W_2), norm_out (the outer LN). u is c first, then h."""
 
     def __init__(self, d_model):
         super().__init__()
@@ -113,8 +115,8 @@ class GatedFusion(nn.Module):
 
 class DiffusionLM(nn.Module):
     """What all models below share: the embedding S, and the head that ends D.
-    The embedding has V + 1 rows and the head V outputs: the mask token can be read, never written
-    (SUBS). A model adds refresh and denoise, and depths: how many layers each of these two runs."""
+    The embedding has V + 1 rows and the head V outputs: the mask token can be read,
+    never written (SUBS). depths: the layers that refresh and denoise run."""
 
     def __init__(self, config):
         super().__init__()
@@ -122,18 +124,17 @@ class DiffusionLM(nn.Module):
         self.token = nn.Embedding(config.vocab_size + 1, config.d_model)
         self.position = nn.Parameter(torch.empty(config.seq_len, config.d_model))
         self.norm, self.head = nn.LayerNorm(config.d_model), nn.Linear(config.d_model, self.mask_id)
-        for p in (self.token.weight, self.position):
-            nn.init.normal_(p, std=0.8)  # not drowned by what the layers add to it
-        # The large gain learns faster, as small changes of the state then reach the logits.
-        # Its price: the first losses lie far above ln V, the loss of small logits.
+        nn.init.normal_(self.token.weight, std=0.8)  # not drowned by what the layers add
+        nn.init.normal_(self.position, std=0.8)
+        # A large gain learns faster here; so the first losses lie far above ln V.
         nn.init.constant_(self.norm.weight, 8.0)
 
     def stack(self, n_layers):
         return nn.Sequential(*[Block(self.config) for _ in range(n_layers)])
 
     def embed(self, z):
-        """S: (B, L) int64 -> (B, L, d). Positions are learned, as the rotary ones are relative:
-        they cannot tell the first mask from the last. Raises ValueError beyond seq_len."""
+        """S: (B, L) int64 -> (B, L, d). Positions are learned: rotary ones are relative, they
+        cannot tell the first mask from the last. Raises ValueError beyond seq_len."""
         if z.shape[1] > self.config.seq_len:
             raise ValueError(f"canvas of {z.shape[1]} tokens, seq_len is {self.config.seq_len}")
         return self.token(z) + self.position[: z.shape[1]]
@@ -218,8 +219,9 @@ def corrupt(x, t, mask_id, generator=None):
 
 def corrupt_further(z_t, t, t_stale, mask_id, generator=None):
     """Draw z_t' from z_t, t' >= t (Eq. 15): a visible token stays with alpha_t' / alpha_t.
-    So z_t' never shows what z_t hides: both lie on one trajectory. z_t: (B, L) int64; t, t_stale:
-    (B,) float32. Returns (B, L) int64. Raises ValueError if some t' < t."""
+    So z_t' never shows what z_t hides: both lie on one trajectory.
+    z_t: (B, L) int64; t, t_stale: (B,) float32. Returns z_t' (B, L) int64. Raises
+    ValueError if some t' < t."""
     if (t_stale < t).any():
         raise ValueError("t_stale must not be smaller than t: an anchor is older than its canvas")
     p_mask = (t_stale - t) / (1 - t).clamp_min(1e-9)  # 1 - alpha_t' / alpha_t; 0 at t = 1
@@ -228,8 +230,8 @@ def corrupt_further(z_t, t, t_stale, mask_id, generator=None):
 
 def sample_times(batch_size, refresh_choices, steps_choices, generator=None, device=None):
     """Draw the times of a training batch (appendix C.2). Returns t, t_stale: (B,) float32.
-    t ~ U(1e-3, 1), "antithetic": one row in each of B equal strata, in random order. K and T are
-    drawn from the two lists for each row, the age k from 0..K-1, and t' = min(1, t + k/T)."""
+    t ~ U(1e-3, 1), "antithetic": one row in each of B equal strata, in random order.
+    K and T: from the two lists for each row; age k from 0..K-1; t' = min(1, t + k/T)."""
     draw = {"generator": generator, "device": device}
     stratum, u = torch.randperm(batch_size, **draw), torch.rand(2, batch_size, **draw)
     t = 1e-3 + (1 - 1e-3) * (stratum + u[0]) / batch_size
@@ -245,8 +247,8 @@ def sample_times(batch_size, refresh_choices, steps_choices, generator=None, dev
 
 
 def log_probs(model, z, cache):
-    """log x_theta at the N masked positions of z, row by row: (N, V) float32, under autocast too.
-    The other positions are carried over from z (SUBS) and need no prediction."""
+    """log x_theta at the N masked positions of z, row by row: (N, V), always float32.
+    The other tokens are carried over from z (SUBS) and need no prediction."""
     masked = z == model.mask_id
     if not hasattr(model, "denoise"):
         return model.predict(z, cache)[masked].float().log_softmax(dim=-1)
@@ -264,8 +266,8 @@ def weighted_mean(each, masked, t):
 
 def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
     """Training loss: the T-ANELBO (Theorem 5.1) for T -> infinity, a scalar in nats per token.
-    x: (B, L) int64 clean tokens; t, t_stale: (B,) float32 from sample_times. gamma > 0 supervises
-    the anchor as well. Raises ValueError if the model has none."""
+    x: (B, L) int64 clean tokens; t, t_stale: (B,) float32 from sample_times. gamma > 0:
+    supervise the anchor as well, in a model with anchor_logits(cache)."""
     # 1. Noise, and more noise for the anchor: it saw less than the denoiser sees now.
     z_t = corrupt(x, t, model.mask_id, generator)
     z_stale = corrupt_further(z_t, t, t_stale, model.mask_id, generator)
@@ -278,8 +280,6 @@ def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
     loss = weighted_mean(ce, masked, t).mean()
     # 4. The same for the anchor's own prediction: where z_t' is masked, with weight 1/t'.
     if gamma > 0:
-        if not hasattr(model, "anchor_logits"):
-            raise ValueError("gamma > 0 needs a model with an anchor: this one has none")
         masked = z_stale == model.mask_id
         log_y = model.anchor_logits(cache)[masked].float().log_softmax(dim=-1)
         ce = F.nll_loss(log_y, x[masked], reduction="none")
@@ -289,14 +289,16 @@ def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
 
 @torch.no_grad()
 def bound(model, x, steps, refresh_every=1, generator=None, draws=8, teacher=None):
-    """Estimate the bound on -log p(x), (B,) float32 in nats per token, without bias. x: (B, L) int64.
-    steps = T: the T-step bound of sampling with an anchor refreshed every K steps. Step i = T..1
-    has t = i/T, weight 1/i on each masked token, and an anchor of age (T - i) mod K on the same
-    trajectory. A random i with T times its weight, T/i = 1/t, stands for the sum over i. As
-    alpha_0 = 1 there is no reconstruction term. steps = None: T -> infinity, fresh anchors; the
-    integral over t makes the number n of masks uniform on 1..L with weight L/n, so n is drawn.
-    draws: how many i (or n) for each row, one in each of that many equal strata. teacher: a model;
-    KL(teacher || model) then takes the place of -log p. Raises ValueError for values below 1."""
+    """Unbiased estimate of the bound on -log p(x): (B,) float32, nats per token. x: (B, L) int64.
+
+    steps = T: the T-step bound of sampling with an anchor refreshed every K steps. Step
+    i = T..1 has t = i/T, weight 1/i on each masked token, and an anchor of age
+    (T - i) mod K on the same trajectory. A random i with weight T/i = 1/t stands for the
+    sum over i. As alpha_0 = 1 there is no reconstruction term.
+    steps = None: T -> infinity, fresh anchors. The integral over t makes the number n of
+    masks uniform on 1..L, with weight L/n.
+    draws: how many i (or n) for each row, from as many equal strata. teacher: a model;
+    KL(teacher || model) replaces -log p. Raises ValueError for values below 1."""
     if min(refresh_every, draws, 1 if steps is None else steps) < 1:
         raise ValueError("steps, refresh_every and draws must be at least 1")
     B, L = x.shape
@@ -331,11 +333,11 @@ REMASK = ("none", "cap", "rescale", "conf", "loop")
 
 def remask_schedule(kind, t, s, eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
     """The step from t down to s under a ReMDM schedule: (alpha_t, alpha_s, sigma), floats.
-    none: sigma = 0. cap: min(eta, sigma_max). rescale: eta * sigma_max. conf: sigma_max, shared
-    out by choose_positions. loop, from t = 1 down to 0: alpha rises to alpha_on at t_on, stays
-    there with sigma = eta until t_off, then rises to 1. eta: 0.04 unless given, 0.02 for loop.
-    The released ReMDM code chooses the branch of loop by t alone; here a step across t_on or t_off
-    ends at its own alpha_s, so the masked share stays right. Raises ValueError for bad values."""
+    none: sigma = 0. cap: min(eta, sigma_max). rescale: eta * sigma_max. conf: sigma_max,
+    shared out by choose_positions. loop, from t = 1 down: alpha rises to alpha_on at t_on,
+    stays there with sigma = eta until t_off, then rises to 1. eta: 0.04, for loop 0.02.
+    The released ReMDM code picks the branch of loop by t alone; here a step across t_on or
+    t_off ends at its own alpha_s: the masked share stays right. Raises ValueError."""
     eta = (0.02 if kind == "loop" else 0.04) if eta is None else eta
     if kind not in REMASK or not 0 <= eta <= 1:
         raise ValueError(f"no such schedule: remask {kind!r} of {REMASK}, eta {eta} of [0, 1]")
@@ -360,12 +362,14 @@ def remask_schedule(kind, t, s, eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
 
 def choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed=None, confidence=None,
                      generator=None):
-    """Where a reverse step acts (Eq. 17): reveal, remask, both (B, L) bool. No prediction is needed.
-    A masked token is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t), a
-    visible one is remasked with probability sigma. alpha_t, alpha_s, sigma: floats or (B, 1);
-    sigma is cut to its largest valid value. fixed: (B, L) bool, never remasked. confidence: (B, L)
-    float, the probability that each token was drawn with; it gives the doubtful more of sigma.
-    Raises ValueError unless 0 <= alpha_t <= alpha_s <= 1 and alpha_t < 1."""
+    """Where a reverse step acts (Eq. 17): reveal, remask, both (B, L) bool.
+
+    A masked token is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t),
+    a visible one is remasked with probability sigma: neither needs a prediction.
+    alpha_t, alpha_s, sigma: floats or (B, 1); sigma is cut to its largest valid value.
+    fixed: (B, L) bool, never remasked. confidence: (B, L) float, the probability each token
+    was drawn with; the doubtful get more of sigma. Raises ValueError unless
+    0 <= alpha_t <= alpha_s <= 1 and alpha_t < 1."""
     alpha_t, alpha_s, sigma = (torch.as_tensor(v, device=z.device) for v in (alpha_t, alpha_s, sigma))
     if not ((0 <= alpha_t) & (alpha_t <= alpha_s) & (alpha_s <= 1) & (alpha_t < 1)).all():
         raise ValueError(f"a step needs alpha_t <= alpha_s in [0, 1], got {alpha_t} and {alpha_s}")
@@ -381,10 +385,10 @@ def choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed=None, confidence
 
 
 def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
-    """What is revealed: one draw for each row of logits (N, V). Returns ids (N,) int64, and the
-    probability of each (N,) float32, before the nucleus.
-    Temperature 0 takes the likeliest. Nucleus: the likeliest tokens until their sum reaches top_p;
-    0 takes the likeliest, 1 changes nothing. The token that crosses top_p is kept, as usual; the
+    """What is revealed: a token for each row of logits (N, V). Returns ids (N,) int64, and
+    their probabilities (N,) float32, before the nucleus.
+    Temperature 0 takes the likeliest. Nucleus: the likeliest tokens until their sum reaches
+    top_p; 0 takes the likeliest, 1 all. The token that crosses top_p is kept, as usual; the
     released ReMDM code drops it."""
     if temperature < 1e-6:
         temperature, top_p = 1.0, 0.0
@@ -401,10 +405,10 @@ def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
 
 def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, confidence=None,
                  temperature=1.0, top_p=1.0, generator=None):
-    """One reverse step from z_t (B, L) to z_s (B, L), Eq. 17: first where, then what.
-    Deciding first whether a token is revealed is the same law as one draw over V tokens and the
-    mask. A visible token is remasked or stays what it is. logits: (B, L, V). confidence is updated
-    in place with the probability of each new token. All else: see choose_positions, draw_tokens."""
+    """One reverse step (Eq. 17) from z_t to z_s, (B, L) int64: first where, then what.
+    The same law as one draw over V tokens and the mask. A visible token is remasked or
+    stays what it is. logits: (B, L, V). confidence is updated in place with the probability
+    of each new token. All else: see choose_positions and draw_tokens."""
     reveal, remask = choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed, confidence,
                                       generator)
     z_s = z.masked_fill(remask, mask_id)
@@ -418,11 +422,11 @@ def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, con
 def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, remask="none",
            temperature=1.0, top_p=1.0, generator=None, callback=None, **remask_options):
     """Write text (Algorithm 1). Returns z (B, L) int64 without masks, and stats.
-    steps = T, or None for one token per step in random order, the exact limit T -> infinity.
-    refresh_every = K: the anchor network runs at steps 0, K, 2K, ... prompt: (L,) or (B, L) int64,
-    mask_id where text is wanted; the rest is held fixed. callback(step, z, age) is called after
-    every step. remask_options: see remask_schedule. stats: steps, and the calls really made,
-    anchor_calls, denoiser_calls, layer_calls. Raises ValueError for values out of range."""
+    steps = T, or None for one token per step in random order: exactly T -> infinity.
+    refresh_every = K: the anchor network runs at steps 0, K, 2K, ... prompt: (L,) or (B, L)
+    int64, mask_id where text is wanted; the rest is held fixed. callback(step, z, age) is
+    called after every step. remask_options: see remask_schedule. stats: steps, and the
+    calls really made: anchor_calls, denoiser_calls, layer_calls. Raises ValueError."""
     if min(batch_size, seq_len, refresh_every, 1 if steps is None else steps) < 1:
         raise ValueError("batch_size, seq_len, steps and refresh_every must be at least 1")
     if not (0 <= temperature < float("inf") and 0 <= top_p <= 1):
@@ -485,8 +489,8 @@ def layer_calls(config, steps, refresh_every):
 
 class PairedFusion(nn.Module):
     """Correct the anchor of a finished model by what changed in its shallow state (Eq. 48-56).
-    c, c_cached: shallow states of the current canvas and of the anchor's; h_cached, the anchor: all
-    (B, L, d). Returns (B, L, d): exactly h_cached if c = c_cached (M = 0), and before training."""
+    c, c_cached: shallow states of the current canvas and of the anchor's; h_cached: the
+    anchor; all (B, L, d). Returns (B, L, d): exactly h_cached if c = c_cached (M = 0)."""
 
     def __init__(self, d_model, rank, n_heads=4):
         super().__init__()
@@ -525,9 +529,9 @@ class PairedFusion(nn.Module):
 
 class PostTrained(MDLM):
     """A frozen copy of a trained MDLM, split in three, with a cache (Section 4).
-    S is the embedding and the first n_shared layers, D the last n_denoiser layers, the norm and the
-    head, A what lies between. Only the fusion has gradients. naive = True switches it off: the stale
-    anchor is used as it is (Table 6). Raises ValueError for an impossible split."""
+    S is the embedding and the first n_shared layers, D the last n_denoiser layers and the
+    head, A what lies between. Only the fusion has gradients; naive = True switches it off
+    (Table 6). Raises ValueError for an impossible split."""
 
     def __init__(self, base, n_shared, n_denoiser, rank, n_heads=4, naive=False):
         super().__init__(base.config)
@@ -560,8 +564,8 @@ class PostTrained(MDLM):
 @torch.no_grad()
 def rollout(model, x, age, steps, generator=None):
     """Noise x, cache the anchor, and run the sampler for `age` steps with it (Eq. 13).
-    x: (B, L) int64; age: (B,) int64, k of each row; steps = T. Returns z (B, L) int64, the cache,
-    and the time t (B,) of z. Raises ValueError unless age < steps."""
+    x: (B, L) int64; age: (B,) int64, k of each row; steps = T. Returns z (B, L) int64,
+    the cache, and the time t (B,) of z. Raises ValueError unless age < steps."""
     if age.max() >= steps:
         raise ValueError("every age must be smaller than steps")
     # The anchor's time t' is uniform and on the grid i/T; k steps must be left below it.
@@ -580,9 +584,8 @@ def rollout(model, x, age, steps, generator=None):
 
 def posttrain_loss(student, teacher, x, steps, ages=(0, 1, 2), kd_weight=1.0, generator=None):
     """Loss of post-training (Eq. 14), a scalar in nats per token; only the fusion learns.
-    At the masked positions of the states that the student itself meets: cross-entropy of the clean
-    tokens x (B, L) int64, plus kd_weight * KL(teacher || student), weighted by 1/t as in t_anelbo.
-    """
+    Where the student itself gets to: cross-entropy of the masked clean tokens x (B, L) int64,
+    plus kd_weight * KL(teacher || student), weighted by 1/t as in t_anelbo."""
     # 1. Where the sampler gets with an anchor of age 0, 1 or 2: without gradients.
     row = torch.randint(len(ages), (len(x),), generator=generator, device=x.device)
     age = torch.tensor(ages, device=x.device)[row]
