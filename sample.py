@@ -22,16 +22,18 @@ import tadm
 from train_toy import (
     UserError,
     build,
+    evaluate,
     fail,
     load_checkpoint,
     load_data,
+    measure,
     number,
     pick_device,
     posttrained,
     shielded,
+    show,
     step_generator,
     story_entropy,
-    valid_share,
     write_file,
 )
 
@@ -208,45 +210,19 @@ def svg(watch, head, seconds=12):
 
 # -------------------------------------------------------------------------------- comparison
 
-COLUMNS = {"bound": 4, "gap": 4, "valid": 2, "perplexity": 2, "entropy": 2, "layers": 2,
-           "+ fusion": 2, "tokens/s": 0, "speed-up": 2}  # and how many digits
+COLUMNS = {"bound": 4, "gap": 4, "stories": 2, "sentences": 2, "perplexity": 2, "entropy": 2,
+           "layers": 2, "+ fusion": 2, "tokens/s": 0, "speed-up": 2}  # and how many digits
 LEGEND = """
-bound: nats/token under that K and T; gap: bound less the true entropy; valid: share of valid stories;
-perplexity: of the samples, exp of the judge's bound; entropy: nats/token of the words inside a
-sample; layers: layer calls per step relative to the {n} layers of a single-stage model, then with the
-fusion counted as its share of a layer; speed-up: over {ref}, K = 1. Seeds: {seeds}{error}."""
-
-
-def fusion_share(model):
-    """Multiply-adds of the fusion as a share of a layer's; 0 without a fusion."""
-    if not hasattr(model, "fusion") or getattr(model, "naive", False):
-        return 0.0
-    d, L = model.config.d_model, model.config.seq_len
-    work = sum(p.numel() for p in model.fusion.parameters() if p.dim() == 2)
-    if isinstance(model.fusion, tadm.PairedFusion):
-        work += 2 * L * model.fusion.out.in_features  # its attention
-    return work / (12 * d * d + 2 * L * d)
+bound: nats/token under that K and T; gap: bound less the true entropy; stories, sentences: share of
+valid ones; perplexity: of the samples, exp of the judge's bound; entropy: nats/token of the words
+inside a sample; layers: layer calls per step relative to the {n} layers of a single-stage model, then
+with the multiply-adds of the fusion; speed-up: over {ref}, K = 1. Seeds: {seeds}{error}."""
 
 
 def unigram_entropy(z):
     """Entropy of the token frequencies inside each canvas of z (N, L), averaged: nats per token."""
     shares = [torch.tensor([*Counter(row).values()]) / len(row) for row in z.tolist()]
     return sum(-float((p * p.log()).sum()) for p in shares) / len(shares)
-
-
-def measure(model, judge, tokenizer, x, n, stories, single, K, T, seed):
-    """A value, or None where it does not apply, for each of COLUMNS; the last is still tokens/s."""
-    L = x.shape[1]
-    noise = [step_generator(seed, i, x.device) for i in range(3)]
-    nats = float(tadm.bound(model, x, T, K, noise[0]).mean())
-    begin = time.time()
-    z, stats = tadm.sample(model, n, L, T, K, generator=noise[1])
-    speed = z.numel() / (time.time() - begin)
-    perplexity = judge and math.exp(tadm.bound(judge, z, None, generator=noise[2]).mean())
-    layers, fused = stats["layer_calls"], stats["denoiser_calls"] * fusion_share(model)
-    return (nats, nats - story_entropy() / L if stories else None,
-            valid_share(z, tokenizer) if stories else None, perplexity, unigram_entropy(z),
-            layers / T / single, (layers + fused) / T / single, speed, speed)
 
 
 def cell(values, digits):
@@ -292,8 +268,16 @@ def compare(args, device):
         try:
             for seed in range(seeds):  # a seed visits all rows: the machine's moods hit all alike
                 for name, K, T in sorted(todo):
-                    found[name, K, T].append(measure(models[name], judge, tokenizer, x, n,
-                                                     data.data == "stories", single, K, T, seed))
+                    row, z = measure(models[name], x, tokenizer, T, K, n, single, seed)
+                    row["entropy"] = unigram_entropy(z)
+                    if judge:
+                        nats = evaluate(judge, z, None, 1, step_generator(seed, 3, device))
+                        row["perplexity"] = math.exp(nats.mean())
+                    if data.data == "stories":
+                        row["gap"] = row["bound"] - story_entropy() / L
+                    else:
+                        del row["stories"], row["sentences"]
+                    found[name, K, T].append(row)
                     bar.update()
         except KeyboardInterrupt:
             seeds = min(len(found[row]) for row in todo)
@@ -303,27 +287,18 @@ def compare(args, device):
     for title, rows in questions.items():
         table = [["model", "K", "T", *COLUMNS]]
         for name, K, T in rows:
-            columns = [list(column) for column in zip(*found[name, K, T][:seeds])]
-            columns[-1] = [v / r[-1] for v, r in zip(columns[-1], found[reference, 1, T])]
-            table.append([name, str(K), str(T), *map(cell, columns, COLUMNS.values())])
+            runs = found[name, K, T][:seeds]
+            for run, slow in zip(runs, found[reference, 1, T]):
+                run["speed-up"] = run["tokens/s"] / slow["tokens/s"]
+            cells = (cell([run.get(column) for run in runs], digits) for column, digits in COLUMNS.items())
+            table.append([name, str(K), str(T), *cells])
         show(title, table, args.markdown)
         if args.markdown and rows[0][2] == rows[-1][2]:
-            chart(title, {name: [sum(r[0] for r in found[name, K, 2 * L][:seeds]) / seeds
+            chart(title, {name: [sum(r["bound"] for r in found[name, K, 2 * L][:seeds]) / seeds
                                  for K in (1, 2, 4, 8)] for name in models if models[name].depths[0]})
     print(LEGEND.format(n=single, ref=reference, seeds=seeds,
                         error="; mean +- standard error" * (seeds > 1)))
     return 0
-
-
-def show(title, table, markdown):
-    """Print rows of strings, the first one the head, as plain columns or as Markdown."""
-    width = [max(map(len, column)) for column in zip(*table)]
-    print(f"\n{'### ' * markdown}{title}\n")
-    for i, row in enumerate(table):
-        row = [row[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(row[1:], width[1:]))]
-        print(f"| {' | '.join(row)} |" if markdown else "  ".join(row))
-        if markdown and i == 0:
-            print("|---" + "|--:" * (len(row) - 1) + "|")
 
 
 def chart(title, lines):

@@ -243,6 +243,24 @@ def sample_times(batch_size, refresh_choices, steps_choices, generator=None, dev
     return t, (t + age / steps).clamp(max=1)
 
 
+def refresh_steps(steps, refresh_every, spacing="even"):
+    """The steps j = 0..T-1, counted from the start, at which the anchor is computed: a list.
+
+    even: 0, K, 2K, ... as in Algorithm 1. log (not in the paper): as many, closer together
+    at the start. An anchor ages by what has been revealed since, compared with what it saw:
+    refresh k of n comes at the visible share c ((1 + c) / c)^(k/n) - c, with c = 0.2.
+    Raises ValueError for other spacings and values below 1."""
+    if min(steps, refresh_every) < 1 or spacing not in ("even", "log"):
+        raise ValueError(f"no such refresh: every {refresh_every} of {steps} steps, {spacing!r}")
+    if spacing == "even":
+        return list(range(0, steps, refresh_every))
+    n, c, due = -(-steps // refresh_every), 0.2, [0]
+    for k in range(1, n):
+        j = round(steps * (c * ((1 + c) / c) ** (k / n) - c))
+        due.append(max(j, due[-1] + 1))  # a step that is taken moves to the next free one
+    return due
+
+
 # -------------------------------------------------------------------- 3. loss and bound
 
 
@@ -288,21 +306,22 @@ def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
 
 
 @torch.no_grad()
-def bound(model, x, steps, refresh_every=1, generator=None, draws=8, teacher=None):
+def bound(model, x, steps, refresh_every=1, generator=None, draws=8, teacher=None, spacing="even"):
     """Unbiased estimate of the bound on -log p(x): (B,) float32, nats per token. x: (B, L) int64.
 
     steps = T: the T-step bound of sampling with an anchor refreshed every K steps. Step
-    i = T..1 has t = i/T, weight 1/i on each masked token, and an anchor of age
-    (T - i) mod K on the same trajectory. A random i with weight T/i = 1/t stands for the
+    i = T..1 has t = i/T, weight 1/i on each masked token, and the anchor of the last of
+    refresh_steps on the same trajectory. A random i with weight T/i = 1/t stands for the
     sum over i. As alpha_0 = 1 there is no reconstruction term.
     steps = None: T -> infinity, fresh anchors. The integral over t makes the number n of
     masks uniform on 1..L, with weight L/n.
     draws: how many i (or n) for each row, from as many equal strata. teacher: a model;
     KL(teacher || model) replaces -log p. Raises ValueError for values below 1."""
-    if min(refresh_every, draws, 1 if steps is None else steps) < 1:
-        raise ValueError("steps, refresh_every and draws must be at least 1")
+    if draws < 1:
+        raise ValueError("draws must be at least 1")
     B, L = x.shape
     levels = L if steps is None else steps
+    due = torch.tensor(refresh_steps(levels, refresh_every, spacing), device=x.device)
     total = torch.zeros(B, device=x.device)
     for j in range(draws):
         u = (j + torch.rand(B, device=x.device, generator=generator)) / draws
@@ -312,7 +331,8 @@ def bound(model, x, steps, refresh_every=1, generator=None, draws=8, teacher=Non
             rank = torch.rand(x.shape, device=x.device, generator=generator).argsort(dim=1)
             z_t = z_stale = torch.where(rank < level[:, None], model.mask_id, x)
         else:
-            t_stale = (level + (steps - level) % refresh_every) / steps
+            j = steps - level  # steps are counted from the start, levels down to 1
+            t_stale = 1 - due[torch.searchsorted(due, j, right=True) - 1] / steps
             z_t = corrupt(x, t, model.mask_id, generator)
             z_stale = corrupt_further(z_t, t, t_stale, model.mask_id, generator)
         masked = z_t == model.mask_id
@@ -420,13 +440,14 @@ def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, con
 
 @torch.no_grad()
 def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, remask="none",
-           temperature=1.0, top_p=1.0, generator=None, callback=None, **remask_options):
+           temperature=1.0, top_p=1.0, generator=None, callback=None, spacing="even",
+           **remask_options):
     """Write text (Algorithm 1). Returns z (B, L) int64 without masks, and stats.
     steps = T, or None for one token per step in random order: exactly T -> infinity.
-    refresh_every = K: the anchor network runs at steps 0, K, 2K, ... prompt: (L,) or (B, L)
-    int64, mask_id where text is wanted; the rest is held fixed. callback(step, z, age) is
-    called after every step. remask_options: see remask_schedule. stats: steps, and the
-    calls really made: anchor_calls, denoiser_calls, layer_calls. Raises ValueError."""
+    refresh_every = K, spacing: see refresh_steps. prompt: (L,) or (B, L) int64, mask_id
+    where text is wanted; the rest is held fixed. callback(step, z, age) is called after
+    every step. remask_options: see remask_schedule. stats: steps, and the calls really
+    made: anchor_calls, denoiser_calls, layer_calls. Raises ValueError."""
     if min(batch_size, seq_len, refresh_every, 1 if steps is None else steps) < 1:
         raise ValueError("batch_size, seq_len, steps and refresh_every must be at least 1")
     if not (0 <= temperature < float("inf") and 0 <= top_p <= 1):
@@ -444,13 +465,14 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
     fixed = z != mask_id
     confidence = torch.ones(z.shape, device=device) if remask == "conf" else None
     n_steps = int((~fixed).sum(dim=1).max()) if steps is None else steps
+    due = set(refresh_steps(max(1, n_steps), refresh_every, spacing))
     stats = {"steps": n_steps, "anchor_calls": 0, "denoiser_calls": 0}
 
     for j in range(n_steps):
-        # The anchor is due at steps 0, K, 2K, ..., on the canvas of that step. It is computed as
-        # soon as a prediction needs it: with many steps none may, until the next one is due.
-        if j % refresh_every == 0:
-            anchor_canvas, due = z, True
+        # The anchor reads the canvas of the step at which it is due. It is computed as soon as
+        # a prediction needs it: with many steps, none may before the next one is due.
+        if j in due:
+            anchor_canvas, pending, age = z, True, 0
         # Where: without any prediction.
         if steps is None:  # one masked token of each row, all as likely
             u = torch.rand(z.shape, device=device, generator=generator) * (z == mask_id)
@@ -462,8 +484,8 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
             z_s = z.masked_fill(hide, mask_id)
         # What: a step that reveals nothing has nothing to predict.
         if reveal.any():
-            if due:
-                cache, due = model.refresh(anchor_canvas), False
+            if pending:
+                cache, pending = model.refresh(anchor_canvas), False
                 stats["anchor_calls"] += cache is not None  # MDLM has no anchor
             logits = model.predict(z, cache)
             stats["denoiser_calls"] += 1
@@ -472,7 +494,8 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
                 confidence[reveal] = prob
         z = z_s
         if callback is not None:
-            callback(j, z, j % refresh_every)
+            callback(j, z, age)
+        age += 1
 
     anchor, denoiser = getattr(model, "depths", (0, 0))
     stats["layer_calls"] = stats["anchor_calls"] * anchor + stats["denoiser_calls"] * denoiser

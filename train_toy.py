@@ -29,7 +29,7 @@ import tempfile
 import time
 import urllib.request
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +38,8 @@ from tqdm import tqdm
 
 import tadm
 
-N_STORIES = 50_000  # drawn out of 83 million
-FORMAT = "tadm-toy checkpoint 1"
+N_STORIES = 50_000
+FORMAT = "tadm-toy checkpoint 2"
 END = "<|endoftext|>"  # one token: fills a canvas up, and separates the stories of a text file
 
 
@@ -68,78 +68,97 @@ MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM, "posttrained"
 
 
 # ----------------------------------------------------------------- 1. the built-in stories
-# One template writes the stories and, compiled to a regular expression, recognises them. Who had
-# what is told first, then who wore what, in any order (X, Y). Then a child is spoken of by name (P),
-# and one only by colour and thing (R). That takes two look-ups: from the colour to its wearer, and
-# from the wearer to the thing.
+# STORY is all there is to know: [words] may be missing, {slots} are drawn anew each time, and
+# CAPITALS are facts, drawn once per story, so that all its sentences agree on them. A sentence
+# that is never missing tells each fact, so no two ways of drawing give the same text.
 
-TEMPLATE = (
-    "{opening}, {n1} and {n2} went to the {place}. {n1} had a {t1} and {n2} had a {t2}. {nX} wore "
-    "{cX} and {nY} wore {cY}. {nP} played with the {tP}. Then the child in {cR} dropped the {tR} "
-    "into the {spot}. {n1} and {n2} got it out. They left the {place}. {end}"
-)
-WORDS = {
-    "opening": ["Once upon a time", "One fine summer day", "On a warm morning", "One day in spring"],
-    "place": ["park", "farm", "beach", "zoo", "lake", "forest"],
-    "n": ["Tom", "Mia", "Ben", "Lily", "Sam", "Anna"],
-    "t": ["ball", "kite", "boat", "book", "cup", "hat"],
-    "c": ["red", "blue", "green", "pink", "white", "brown"],
-    "spot": ["mud", "pond", "grass", "well"],
-    "end": ["What fun!", "They all laughed.", "Then they went home.", "It was a happy day."],
+STORY = [
+    "{opening}, CHILD and FRIEND {went} to the PLACE.",
+    " {who} had a[ {size}] COLOUR THING.",
+    "[ The THING was[ very] {nice}.]",
+    "[ Then] {who} {saw} a[ {size}] ANIMAL.",
+    " The ANIMAL took the[ COLOUR] THING[ and ran away].",
+    "[ {who} was[ very] {sad}.]",
+    " {who} {found} the[ COLOUR] THING under a {tree}.",
+    "[ {they} played[ at the PLACE].]",
+]
+FACTS = {
+    "CHILD FRIEND": ["Tom", "Mia", "Ben", "Lily", "Sam", "Anna"],  # two different ones
+    "PLACE": ["park", "farm", "beach", "zoo", "lake", "forest"],
+    "COLOUR": ["red", "blue", "green", "pink", "white", "brown"],
+    "THING": ["ball", "kite", "boat", "book", "cup", "hat"],
+    "ANIMAL": ["dog", "cat", "fox", "duck", "goat", "monkey"],
+}
+SLOTS = {
+    "opening": ["Once", "One day", "One fine day"],
+    "went": ["went", "ran"],
+    "who": ["CHILD", "FRIEND"],
+    "they": ["They", "CHILD and FRIEND"],
+    "size": ["big", "little"],
+    "nice": ["nice", "old", "new"],
+    "saw": ["saw", "met"],
+    "sad": ["sad", "angry"],
+    "found": ["found", "saw"],
+    "tree": ["tree", "bush", "bench"],
 }
 
 
-def templates():
-    """The templates with letters replaced by children: {nX} becomes {n2} and so on."""
-    for x, p, r in itertools.product("12", repeat=3):
-        child = {"X": x, "Y": "21"[int(x) - 1], "P": p, "R": r}
-        yield re.sub(r"([ntc])([A-Z])", lambda m, child=child: m[1] + child[m[2]], TEMPLATE)
-
-
-TEMPLATES = list(templates())
-
-
 def write_story(rng):
-    """One story, each with the same probability. rng: random.Random."""
-    slots = {}
-    for kind, words in WORDS.items():
-        if kind in "ntc":  # two different ones, for children 1 and 2
-            slots |= {f"{kind}{i}": word for i, word in enumerate(rng.sample(words, 2), 1)}
-        else:
-            slots[kind] = rng.choice(words)
-    return rng.choice(TEMPLATES).format(**slots)
+    """One story. rng: random.Random."""
+    facts = {}
+    for kinds, words in FACTS.items():
+        facts |= zip(kinds.split(), rng.sample(words, len(kinds.split())))
+    text = "".join(STORY)
+    while "[" in text:  # the innermost brackets first
+        text = re.sub(r"\[([^][]*)\]", lambda m: rng.choice(["", m[1]]), text)
+    text = re.sub(r"\{(\w+)\}", lambda m: rng.choice(SLOTS[m[1]]), text)
+    return re.sub("[A-Z]{2,}", lambda m: facts[m[0]], text)
 
 
 def story_entropy():
-    """Nats per story, exact: log of the number of stories, as no two choices give the same text."""
-    choices = [math.perm(len(w), 2) if kind in "ntc" else len(w) for kind, w in WORDS.items()]
-    return math.log(len(TEMPLATES) * math.prod(choices))
+    """Nats per story, exact: the sum over all draws, as each text has one way to be drawn."""
+    nats = sum(math.log(math.perm(len(words), len(kinds.split()))) for kinds, words in FACTS.items())
+    p = 1.0  # the probability that this place of STORY is written
+    for mark in re.findall(r"[][]|\{\w+\}", "".join(STORY)):
+        if mark == "[":
+            nats += p * math.log(2)
+            p /= 2
+        elif mark == "]":
+            p *= 2
+        else:
+            nats += p * math.log(len(SLOTS[mark[1:-1]]))
+    return nats
 
 
 @functools.cache
-def patterns():
-    """The templates as regular expressions: a slot is captured once, then referred back to."""
+def pattern(template):
+    """A template as a regular expression, for texts with their facts in capitals."""
+    for mark, code in {".": r"\.", "[": "(?:", "]": ")?"}.items():
+        template = template.replace(mark, code)
+    return re.compile(re.sub(r"\{(\w+)\}", lambda m: f"(?:{'|'.join(SLOTS[m[1]])})", template))
 
-    def pattern(template):
-        seen = []
 
-        def group(match):
-            slot = match[1]
-            if slot in seen:
-                return f"(?P={slot})"
-            others = [s for s in seen if s[:-1] == slot[:-1]]  # n1 and n2 are different children
-            seen.append(slot)
-            words = "|".join(map(re.escape, WORDS.get(slot) or WORDS[slot[:-1]]))
-            return "".join(rf"(?!(?P={s})\b)" for s in others) + f"(?P<{slot}>{words})"
-
-        return re.compile(re.sub(r"\\{(\w+)\\}", group, re.escape(template)))
-
-    return [pattern(template) for template in TEMPLATES]
+def in_capitals(text):
+    """The text with its facts in capitals: its first colour becomes COLOUR wherever it stands, and
+    so on. Another colour stays what it is, and no template has it."""
+    facts = {}
+    for kinds, words in FACTS.items():
+        facts |= dict.fromkeys(kinds.split(), "?")  # was in capitals before
+        first = dict.fromkeys(word for word in re.findall(r"\w+", text) if word in words)
+        facts |= zip(first, kinds.split())
+    return re.sub(r"\w+", lambda m: facts.get(m[0], m[0]), text)
 
 
 def is_story(text):
-    """Whether the templates can write this text."""
-    return any(pattern.fullmatch(text) for pattern in patterns())
+    """Whether the tables can write this text."""
+    return bool(pattern("".join(STORY)).fullmatch(in_capitals(text)))
+
+
+def valid_sentences(text):
+    """(number of valid sentences, number of sentences). Valid: a template of STORY can write it
+    with the facts first mentioned in the text."""
+    sentences = re.findall(r"[^.]+\.?|\.", in_capitals(text))
+    return sum(any(pattern(s).fullmatch(x) for s in STORY) for x in sentences), len(sentences)
 
 
 # --------------------------------------------------------------------------- 2. tokens
@@ -285,11 +304,11 @@ def load_data(args):
 
 PRESETS = {  # for a 2-core CPU, and for one consumer GPU with 8 GB
     "cpu": {"seq_len": 96, "d_model": 64, "n_heads": 2, "n_anchor": 6, "n_denoiser": 2,
-            "vocab_size": 4096, "batch_size": 32, "lr": 3e-3, "steps": 3500, "dtype": "float32"},
+            "vocab_size": 4096, "batch_size": 32, "lr": 4e-3, "steps": 3500, "dtype": "float32"},
     "gpu": {"seq_len": 256, "d_model": 384, "n_heads": 6, "n_anchor": 6, "n_denoiser": 2,
             "vocab_size": 8192, "batch_size": 64, "lr": 1e-3, "steps": 20_000, "dtype": "bfloat16"},
 }
-STORIES = {"seq_len": None, "steps": 3200}  # the length is that of the longest story
+STORIES = {"seq_len": None, "steps": 2000}  # the length is that of the longest story
 # Eq. 14 with lambda = 1 learns less here. The tokens revealed in a rollout are not those of x, so the
 # likeliest clean tokens are what a model that had not seen them would say: naive reuse. See README.
 KD_WEIGHT = 100.0
@@ -480,7 +499,61 @@ def finite(model):
     return all(p.isfinite().all() for p in model.parameters())
 
 
-# ------------------------------------------------------------------------------- 6. training
+# ------------------------------------------------------------------------------ 6. training
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update of each matrix is made orthogonal (Jordan et al., 2024).
+
+    The step of a matrix (m, n) is lr * scale * sqrt(max(1, m / n)) times U V^T, where U S V^T is the
+    singular value decomposition of its momentum. The default scale lets it share AdamW's rate.
+    torch.optim.Muon computes in bfloat16, which is ten times slower on CPUs that have no products
+    of that type; here it is float32, and matrices of equal shape are one batch.
+    """
+
+    def __init__(self, params, lr=0.0, momentum=0.95, weight_decay=0.0, scale=5.0):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay,
+                                  "scale": scale})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            shapes = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    shapes[p.shape].append(p)
+            for (m, n), matrices in shapes.items():
+                for p in matrices:
+                    self.state[p].setdefault("momentum", torch.zeros_like(p))
+                grads, mean = [p.grad for p in matrices], [self.state[p]["momentum"] for p in matrices]
+                torch._foreach_lerp_(mean, grads, 1 - group["momentum"])
+                ahead = torch._foreach_lerp(grads, mean, group["momentum"])  # Nesterov
+                size = group["lr"] * group["scale"] * max(1, m / n) ** 0.5
+                torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_sub_(matrices, (size * orthogonal(torch.stack(ahead))).unbind())
+
+
+def orthogonal(x, steps=5):
+    """x (B, m, n) with all singular values brought near 1 (0.7 to 1.2), by Newton-Schulz steps: an
+    odd polynomial of the matrix is the same polynomial of its singular values."""
+    if x.shape[-2] > x.shape[-1]:
+        return orthogonal(x.mT, steps).mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        a = x @ x.mT
+        x = 3.4445 * x + (2.0315 * a @ a - 4.775 * a) @ x
+    return x
+
+
+def make_optimizers(model):
+    """Muon for the matrices of layers and fusion, AdamW for embeddings, heads, norms and biases."""
+    parts = ("anchor.", "denoiser.", "blocks.", "fusion.")
+    matrices, others = [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            (matrices if p.ndim == 2 and name.startswith(parts) else others).append(p)
+    adamw = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    return [Muon(matrices), adamw]
 
 
 def train(args, checkpoint, x_train, x_val, tokenizer):
@@ -499,8 +572,7 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             raise UserError(f"the data {args.data} is not what {args.posttrain} was trained on")
         model.load_state_dict(base.state_dict(), strict=False)  # all but the fusion
     ema = copy.deepcopy(model).eval()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01,
-                                  fused=True)
+    optimizers = make_optimizers(model)
     data_hash = hashlib.sha256(x_train.cpu().numpy().tobytes()).hexdigest()
     start = 0
     if checkpoint:
@@ -510,7 +582,8 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             start = checkpoint["step"]
             model.load_state_dict(checkpoint["weights"])
             ema.load_state_dict(checkpoint["ema"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
+            for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
         except (LookupError, TypeError, ValueError, RuntimeError):
             raise UserError(f"{path} is damaged: its parts are missing or do not fit") from None
         print(f"resuming {path} at step {start}"
@@ -541,7 +614,7 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             "format": FORMAT, "model": args.model, "config": dataclasses.asdict(config),
             "vocab": tokenizer.vocab, "data_hash": data_hash, "args": vars(args), "step": step,
             "weights": model.state_dict(), "ema": ema.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         }
         write_file(path, "--out", functools.partial(torch.save, checkpoint), keep=not saved)
         saved = step
@@ -565,13 +638,14 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
                 else:
                     t, t_stale = tadm.sample_times(len(rows), refresh_choices, steps_choices, g, device)
                     loss = tadm.t_anelbo(model, x_train[rows], t, t_stale, args.gamma, g)
-            optimizer.zero_grad()
+            model.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             check((loss + norm).isfinite(), step)
             warmup = min(1.0, step / min(100, args.steps))
-            optimizer.param_groups[0]["lr"] = args.lr * warmup * (1 - (step - 1) / args.steps)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = args.lr * warmup * (1 - (step - 1) / args.steps)
+                optimizer.step()
             with torch.no_grad():
                 keep = min(0.99, step / (step + 9))  # a young average forgets faster
                 torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - keep)
@@ -620,53 +694,103 @@ def autocast(args, device):
 # --------------------------------------------------------------------------------- 7. report
 
 
-def valid_share(z, tokenizer):
-    """Share of the canvases z (N, L) that hold one valid built-in story and nothing after it."""
-    rows = z.tolist()
-    texts = [tokenizer.decode(row) for row in rows]
-    clean = [not any(itertools.dropwhile(lambda i: i != 0, row)) for row in rows]
-    return sum(is_story(text) and ok for text, ok in zip(texts, clean)) / len(rows)
+def valid_shares(z, tokenizer):
+    """Shares of valid stories, and of valid sentences, in the canvases z (N, L). A story fills its
+    canvas: after its end only end tokens may follow."""
+    texts = ["".join(tokenizer.vocab[i] for i in row) for row in z.tolist()]
+    texts = [re.sub(f"({re.escape(END)})+$", "", text) for text in texts]
+    counts = [valid_sentences(text) for text in texts]
+    valid, sentences = (sum(column) for column in zip(*counts))
+    return sum(map(is_story, texts)) / len(texts), valid / max(1, sentences)
+
+
+def fusion_share(model):
+    """Multiply-adds of the fusion as a share of a layer's; 0 without a fusion."""
+    if not hasattr(model, "fusion") or getattr(model, "naive", False):
+        return 0.0
+    d, L, fusion = model.config.d_model, model.config.seq_len, model.fusion
+    work = sum(p.numel() for p in fusion.parameters() if p.dim() == 2)
+    if isinstance(fusion, tadm.PairedFusion):  # it reads the anchor's canvas and the current one
+        both = [fusion.reduce_c, fusion.qkv, fusion.out, fusion.mlp[0], fusion.mlp[2]]
+        work += sum(layer.weight.numel() for layer in both)
+        work += 2 * 2 * L * fusion.out.in_features  # two attentions
+    return work / (12 * d * d + 2 * L * d)
+
+
+def evaluate(model, x, steps, refresh_every, generator, teacher=None):
+    """tadm.bound of the canvases x (N, L), a few at a time: (N,) nats per token."""
+    parts = [tadm.bound(model, rows, steps, refresh_every, generator, teacher=teacher)
+             for rows in x.split(64)]
+    return torch.cat(parts)
+
+
+def measure(model, x, tokenizer, steps, refresh_every, num, single, seed=0, teacher=None):
+    """One row of a table, and the canvases z (num, L) that were sampled for it. The noise depends
+    on the seed alone. Layer calls are per step, relative to a model of `single` layers."""
+    noise = [step_generator(seed, i, x.device) for i in range(3)]
+    row = {"bound": float(evaluate(model, x, steps, refresh_every, noise[0]).mean())}
+    if teacher is not None:
+        row["KL"] = float(evaluate(model, x, steps, refresh_every, noise[1], teacher).mean())
+    begin = time.perf_counter()
+    z, stats = tadm.sample(model, num, x.shape[1], steps, refresh_every, generator=noise[2])
+    seconds = max(1e-9, time.perf_counter() - begin)
+    layers, fused = stats["layer_calls"], stats["denoiser_calls"] * fusion_share(model)
+    row["stories"], row["sentences"] = valid_shares(z, tokenizer)
+    row["layers"], row["+ fusion"] = layers / steps / single, (layers + fused) / steps / single
+    row["tokens/s"] = z.numel() / seconds
+    return row, z
+
+
+def show(title, table, markdown=False):
+    """Print rows of strings, the first one the head, as plain columns or as Markdown."""
+    width = [max(map(len, column)) for column in zip(*table)]
+    print(f"\n{'### ' * markdown}{title}\n")
+    for i, row in enumerate(table):
+        row = [row[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(row[1:], width[1:]))]
+        print(f"| {' | '.join(row)} |" if markdown else "  ".join(row))
+        if markdown and i == 0:
+            print("|---" + "|--:" * (len(row) - 1) + "|")
 
 
 def report(model, x_val, tokenizer, args):
-    """Print the closing table, three samples and the command to try next."""
+    """Print the bound, the closing table, samples and the command to try next."""
     post, stories = args.model == "posttrained", args.data == "stories"
-    L, n, x, device = args.seq_len, 64, x_val[: 256 if post else 512], x_val.device
+    L, x, device = args.seq_len, x_val[: 256 if post else 512], x_val.device
     single = args.n_anchor or args.n_denoiser  # layers of a single-stage model of that depth
-    T, teacher, rows = 2 * L, None, [(args.model, model, K) for K in (1, 2, 4, 8)]
+    steps, teacher, rows = 2 * L, None, [(args.model, model, K) for K in (1, 2, 4, 8)]
     if args.model == "mdlm":
         rows = rows[:1]
     if post:
-        T, single = L, args.n_anchor + args.n_denoiser
+        steps, single = L, args.n_anchor + args.n_denoiser
         teacher, naive = base_of(model), posttrained(model.config, naive=True).to(device)
         naive.load_state_dict(model.state_dict())
         rows = [("teacher", teacher, 1)] + [(name, m, K) for K in (1, 2, 3, 4, 8)
                                             for name, m in (("naive", naive), ("fused", model))]
-    nats = tadm.bound(model, x, None, generator=step_generator(0, 0, device))
+    nats = evaluate(model, x, None, 1, step_generator(0, 0, device))
+    characters = sum(len(tokenizer.decode(row)) for row in x.tolist())
     print(f"\nbound on {len(x)} validation canvases, T -> infinity, fresh anchors: {nats.mean():.4f} "
-          f"+- {nats.std(correction=0) / math.sqrt(len(x)):.4f} nats/token")
+          f"+- {nats.std(correction=0) / math.sqrt(len(x)):.4f} nats/token, "
+          f"{nats.sum() * L / max(1, characters):.4f} nats/character")
     if stories:
         print(f"true entropy of the built-in stories: {story_entropy() / L:.4f} nats/token")
-    print(f"\nT = {T} reverse steps, anchor refreshed every K steps; {n} canvases sampled together;\n"
-          f"layer calls per step relative to a single-stage model of {single} layers; "
-          "the same noise in every row\n"
-          "            K   bound nats/token" + "   KL to teacher" * post
-          + "   layer calls   tokens/s   speed-up" + "   valid stories" * stories)
-    slowest = None
-    for name, m, K in rows:
-        scores = [tadm.bound(m, x, T, K, step_generator(0, 0, device), teacher=judge).mean()
-                  for judge in ([None, teacher] if post else [None])]
-        begin = time.time()
-        z, stats = tadm.sample(m, n, L, T, K, generator=step_generator(args.seed, 0, device))
-        speed = z.numel() / (time.time() - begin)
-        slowest = slowest or speed
-        print(f"{name:<11} {K:>1}" + "".join(f"{nats:>{w}.4f}" for nats, w in zip(scores, (19, 16)))
-              + f" {stats['layer_calls'] / single / T:>12.2f}x {speed:>10,.0f} "
-              f"{speed / slowest:>9.2f}x"
-              + f" {valid_share(z, tokenizer):>15.0%}" * stories, flush=True)
-    print()
-    for row in z[:3].tolist():
-        print(f"sample (K = {K}): {tokenizer.decode(row)}\n")
+    columns = {"bound": ".4f", "KL": ".4f", "layers": ".2f", "+ fusion": ".2f", "tokens/s": ",.0f",
+               "speed-up": ".2f", "stories": ".0%", "sentences": ".0%"}
+    for name, shown in (("KL", post), ("stories", stories), ("sentences", stories)):
+        if not shown:
+            del columns[name]
+    table, slowest = [["model", "K", *columns]], None
+    for name, m, K in tqdm(rows, "measuring", leave=False):
+        row, z = measure(m, x, tokenizer, steps, K, 64, single, teacher=teacher)
+        slowest = slowest or row["tokens/s"]
+        row["speed-up"] = row["tokens/s"] / slowest
+        table.append([name, str(K), *(f"{row[key]:{digits}}" for key, digits in columns.items())])
+    show(f"T = {steps} reverse steps, anchor refreshed every K steps; 64 canvases sampled together", table)
+    print(f"\nbound: nats/token, the same noise in every row. layers: layer calls per step, relative\n"
+          f"to a single-stage model of {single} layers; + fusion: its multiply-adds counted as well.\n")
+    nucleus, _ = tadm.sample(model, 2, L, steps, 8, top_p=0.9, generator=step_generator(0, 2, device))
+    for what, canvases in (("", z[:2]), (", nucleus 0.9", nucleus)):
+        for canvas in canvases.tolist():
+            print(f"sample (K = {K}{what}): {tokenizer.decode(canvas)}\n")
     print(f"now try: python sample.py {Path(args.out) / args.model}.pt --watch")
 
 
