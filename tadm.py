@@ -9,9 +9,9 @@ them. TADM splits it in four (Eq. 7-10):
     h_fused = Phi(c, h)         gated fusion: corrects the stale h with the current c
     logits = D(h_fused)         denoiser: a few layers, at every step
 
-In training the anchor is stale on purpose, so that reusing it costs little.
-Every model has a mask_id and these two methods; the loss, the bound and the
-sampler need nothing else:
+In training the anchor is stale on purpose, as it will be in sampling. Of a model,
+the loss, the bound and the sampler need a mask_id and two methods (with gamma > 0
+also anchor_logits):
 
     cache = model.refresh(z)            # expensive: once every K steps
     logits = model.predict(z, cache)    # cheap: at every step; (B, L, V), real tokens only
@@ -19,15 +19,15 @@ sampler need nothing else:
 Notation            paper         here
     clean tokens        x             x          (B, L) int64, values 0..V-1
     noisy tokens        z_t, z_t'     z_t, z_stale; the mask token is mask_id = V
-    still visible       alpha_t       1 - t      (log-linear schedule: t is the masked share)
+    still visible       alpha_t       1 - t      (t: masked share; sampling goes from 1 to 0)
     diffusion time      t, s          t, s       (B,) float32 in [0, 1]; s = t - 1/T
     anchor's time       t' >= t       t_stale
     refresh interval    K             refresh_every; the cache has age k = 0..K-1 steps
     reverse steps       T             steps
     remasking           sigma_t       sigma
 
-Losses and bounds are in nats per token. Smaller than the paper: 6 + 2 layers
-for 12 + 6, tens of tokens for 1024. Left out: time conditioning (off there too).
+Losses and bounds are in nats per token. Smaller than the paper: 6 + 2 layers, not
+12 + 6, tens of tokens, not 1024. No time conditioning, as in the paper.
 """
 
 from dataclasses import dataclass
@@ -94,9 +94,9 @@ class Block(nn.Module):
 
 class GatedFusion(nn.Module):
     """Correct a stale anchor h with the current shallow state c, token by token (Eq. 57-59).
-    c, h: (B, L, d), the embedding of z_t and the cached anchor of z_t'. Returns
-    h_fused (B, L, d), before training LN(h). Attributes: norm_c, norm_h (LN of c, h),
-    gate (W_g), up (W_1), down (W_2), norm_out (the outer LN). u is c first, then h."""
+    c, h: (B, L, d), the embedding of z_t and the cached anchor of z_t'. Returns h_fused
+    (B, L, d); at first LN(h), as W_2 = 0. Names: LN of c is norm_c, of h norm_h, the outer
+    one norm_out; W_g is gate, W_1 up, W_2 down. The order in u is c, h."""
 
     def __init__(self, d_model):
         super().__init__()
@@ -114,9 +114,9 @@ class GatedFusion(nn.Module):
 
 
 class DiffusionLM(nn.Module):
-    """What all models below share: the embedding S, and the head that ends D.
+    """What all models share: the embedding S and the head of D. Each adds refresh and denoise.
     The embedding has V + 1 rows and the head V outputs: the mask token can be read,
-    never written (SUBS). depths: the layers that refresh and denoise run."""
+    never written. depths: how many layers refresh and denoise run."""
 
     def __init__(self, config):
         super().__init__()
@@ -126,7 +126,7 @@ class DiffusionLM(nn.Module):
         self.norm, self.head = nn.LayerNorm(config.d_model), nn.Linear(config.d_model, self.mask_id)
         nn.init.normal_(self.token.weight, std=0.8)  # not drowned by what the layers add
         nn.init.normal_(self.position, std=0.8)
-        # A large gain learns faster here; so the first losses lie far above ln V.
+        # Learns faster than a gain of 1, but the first losses lie far above ln V.
         nn.init.constant_(self.norm.weight, 8.0)
 
     def stack(self, n_layers):
@@ -218,7 +218,7 @@ def corrupt(x, t, mask_id, generator=None):
 
 
 def corrupt_further(z_t, t, t_stale, mask_id, generator=None):
-    """Draw z_t' from z_t, t' >= t (Eq. 15): a visible token stays with alpha_t' / alpha_t.
+    """Draw z_t' from z_t (Eq. 15): a visible token stays with probability alpha_t' / alpha_t.
     So z_t' never shows what z_t hides: both lie on one trajectory.
     z_t: (B, L) int64; t, t_stale: (B,) float32. Returns z_t' (B, L) int64. Raises
     ValueError if some t' < t."""
@@ -230,15 +230,15 @@ def corrupt_further(z_t, t, t_stale, mask_id, generator=None):
 
 def sample_times(batch_size, refresh_choices, steps_choices, generator=None, device=None):
     """Draw the times of a training batch (appendix C.2). Returns t, t_stale: (B,) float32.
-    t ~ U(1e-3, 1), "antithetic": one row in each of B equal strata, in random order.
-    K and T: from the two lists for each row; age k from 0..K-1; t' = min(1, t + k/T)."""
+    t ~ U(1e-3, 1), "antithetic": one row in each of B equal strata, in random order. Each
+    row draws K and T from the two lists, k from 0..K-1, and has t' = min(1, t + k/T)."""
     draw = {"generator": generator, "device": device}
     stratum, u = torch.randperm(batch_size, **draw), torch.rand(2, batch_size, **draw)
     t = 1e-3 + (1 - 1e-3) * (stratum + u[0]) / batch_size
-    row = torch.randint(len(refresh_choices), (batch_size,), **draw)
-    refresh_every = torch.tensor(refresh_choices, device=device)[row]
-    row = torch.randint(len(steps_choices), (batch_size,), **draw)
-    steps = torch.tensor(steps_choices, device=device)[row]
+    index = torch.randint(len(refresh_choices), (batch_size,), **draw)
+    refresh_every = torch.tensor(refresh_choices, device=device)[index]
+    index = torch.randint(len(steps_choices), (batch_size,), **draw)
+    steps = torch.tensor(steps_choices, device=device)[index]
     age = (u[1] * refresh_every).long()  # k, uniform on 0..K-1
     return t, (t + age / steps).clamp(max=1)
 
@@ -266,12 +266,12 @@ def refresh_steps(steps, refresh_every, spacing="even"):
 
 def log_probs(model, z, cache):
     """log x_theta at the N masked positions of z, row by row: (N, V), always float32.
-    The other tokens are carried over from z (SUBS) and need no prediction."""
+    The other tokens are carried over from z and need no prediction (SUBS)."""
     masked = z == model.mask_id
     if not hasattr(model, "denoise"):
         return model.predict(z, cache)[masked].float().log_softmax(dim=-1)
-    x = model.denoise(z, cache)[masked]  # our models: the head, the widest layer, runs only here
-    return model.head(model.norm(x)).float().log_softmax(dim=-1)
+    y = model.denoise(z, cache)[masked]  # as in predict, but the widest layer runs only here
+    return model.head(model.norm(y)).float().log_softmax(dim=-1)
 
 
 def weighted_mean(each, masked, t):
@@ -283,7 +283,7 @@ def weighted_mean(each, masked, t):
 
 
 def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
-    """Training loss: the T-ANELBO (Theorem 5.1) for T -> infinity, a scalar in nats per token.
+    """Training loss: the time-anchored ELBO (Theorem 5.1), T -> infinity; scalar, nats per token.
     x: (B, L) int64 clean tokens; t, t_stale: (B,) float32 from sample_times. gamma > 0:
     supervise the anchor as well, in a model with anchor_logits(cache)."""
     # 1. Noise, and more noise for the anchor: it saw less than the denoiser sees now.
@@ -292,7 +292,8 @@ def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
     # 2. Predict the masked tokens of z_t with the stale anchor.
     cache = model.refresh(z_stale)
     log_q = log_probs(model, z_t, cache)
-    # 3. Cross-entropy with weight lambda_t = 1/t, divided by all B * L tokens.
+    # 3. Cross-entropy times 1/t, the rate at which masked tokens are revealed at t,
+    #    divided by all B * L tokens.
     masked = z_t == model.mask_id
     ce = F.nll_loss(log_q, x[masked], reduction="none")  # (N,)
     loss = weighted_mean(ce, masked, t).mean()
@@ -309,12 +310,11 @@ def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
 def bound(model, x, steps, refresh_every=1, generator=None, draws=8, teacher=None, spacing="even"):
     """Unbiased estimate of the bound on -log p(x): (B,) float32, nats per token. x: (B, L) int64.
 
-    steps = T: the T-step bound of sampling with an anchor refreshed every K steps. Step
-    i = T..1 has t = i/T, weight 1/i on each masked token, and the anchor of the last of
-    refresh_steps on the same trajectory. A random i with weight T/i = 1/t stands for the
-    sum over i. As alpha_0 = 1 there is no reconstruction term.
-    steps = None: T -> infinity, fresh anchors. The integral over t makes the number n of
-    masks uniform on 1..L, with weight L/n.
+    steps = T: for sampling in T steps with the anchors of refresh_steps. The sum over the
+    steps i = T..1, each with t = i/T and weight 1/i, is estimated from random i with weight
+    T * 1/i = 1/t. As alpha_0 = 1 there is no reconstruction term.
+    steps = None: T -> infinity with fresh anchors, whatever K is. The integral over t
+    becomes a sum over the number n of masks, uniform on 1..L, with weight L/n.
     draws: how many i (or n) for each row, from as many equal strata. teacher: a model;
     KL(teacher || model) replaces -log p. Raises ValueError for values below 1."""
     if draws < 1:
@@ -332,7 +332,8 @@ def bound(model, x, steps, refresh_every=1, generator=None, draws=8, teacher=Non
             z_t = z_stale = torch.where(rank < level[:, None], model.mask_id, x)
         else:
             j = steps - level  # steps are counted from the start, levels down to 1
-            t_stale = 1 - due[torch.searchsorted(due, j, right=True) - 1] / steps
+            last = due[torch.searchsorted(due, j, right=True) - 1]  # when the anchor was computed
+            t_stale = (steps - last) / steps
             z_t = corrupt(x, t, model.mask_id, generator)
             z_stale = corrupt_further(z_t, t, t_stale, model.mask_id, generator)
         masked = z_t == model.mask_id
@@ -355,9 +356,9 @@ def remask_schedule(kind, t, s, eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
     """The step from t down to s under a ReMDM schedule: (alpha_t, alpha_s, sigma), floats.
     none: sigma = 0. cap: min(eta, sigma_max). rescale: eta * sigma_max. conf: sigma_max,
     shared out by choose_positions. loop, from t = 1 down: alpha rises to alpha_on at t_on,
-    stays there with sigma = eta until t_off, then rises to 1. eta: 0.04, for loop 0.02.
-    The released ReMDM code picks the branch of loop by t alone; here a step across t_on or
-    t_off ends at its own alpha_s: the masked share stays right. Raises ValueError."""
+    stays there with sigma = eta until t_off, then rises to 1. Default eta: 0.04, loop 0.02.
+    A step across t_on or t_off ends at alpha(s) with sigma = 0; the released ReMDM code looks
+    at t alone and misses that masked share. Raises ValueError for other kinds and values."""
     eta = (0.02 if kind == "loop" else 0.04) if eta is None else eta
     if kind not in REMASK or not 0 <= eta <= 1:
         raise ValueError(f"no such schedule: remask {kind!r} of {REMASK}, eta {eta} of [0, 1]")
@@ -370,7 +371,7 @@ def remask_schedule(kind, t, s, eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
                 return alpha_on * (1 - time) / (1 - t_on)
             return alpha_on if time > t_off else 1 - (1 - alpha_on) * time / t_off
 
-        return alpha(t), alpha(s), eta if t_off <= s and t <= t_on else 0.0
+        return alpha(t), alpha(s), (eta if t_off <= s and t <= t_on else 0.0)
     alpha_t, alpha_s = 1 - t, 1 - s
     sigma_max = min(1.0, (1 - alpha_s) / max(alpha_t, 1e-9))
     if kind == "none":
@@ -385,12 +386,12 @@ def choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed=None, confidence
     """Where a reverse step acts (Eq. 17): reveal, remask, both (B, L) bool.
 
     A masked token is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t),
-    a visible one is remasked with probability sigma: neither needs a prediction.
+    a visible one is remasked with sigma. (sigma = 0: the first is (t - s) / t = 1/i.)
     alpha_t, alpha_s, sigma: floats or (B, 1); sigma is cut to its largest valid value.
     fixed: (B, L) bool, never remasked. confidence: (B, L) float, the probability each token
-    was drawn with; the doubtful get more of sigma. Raises ValueError unless
-    0 <= alpha_t <= alpha_s <= 1 and alpha_t < 1."""
-    alpha_t, alpha_s, sigma = (torch.as_tensor(v, device=z.device) for v in (alpha_t, alpha_s, sigma))
+    was drawn with: sigma is shared among visible tokens, the low ones get more. Raises
+    ValueError unless 0 <= alpha_t <= alpha_s <= 1 and alpha_t < 1."""
+    alpha_t, alpha_s, sigma = (torch.as_tensor(v).to(z.device) for v in (alpha_t, alpha_s, sigma))
     if not ((0 <= alpha_t) & (alpha_t <= alpha_s) & (alpha_s <= 1) & (alpha_t < 1)).all():
         raise ValueError(f"a step needs alpha_t <= alpha_s in [0, 1], got {alpha_t} and {alpha_s}")
     masked = z == mask_id
@@ -426,9 +427,9 @@ def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
 def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, confidence=None,
                  temperature=1.0, top_p=1.0, generator=None):
     """One reverse step (Eq. 17) from z_t to z_s, (B, L) int64: first where, then what.
-    The same law as one draw over V tokens and the mask. A visible token is remasked or
-    stays what it is. logits: (B, L, V). confidence is updated in place with the probability
-    of each new token. All else: see choose_positions and draw_tokens."""
+    (sample does the same two halves, but predicts between them, if anything is revealed.)
+    logits: (B, L, V). confidence is updated in place with the probability of each new
+    token. All else: see choose_positions and draw_tokens."""
     reveal, remask = choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed, confidence,
                                       generator)
     z_s = z.masked_fill(remask, mask_id)
@@ -442,12 +443,12 @@ def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, con
 def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, remask="none",
            temperature=1.0, top_p=1.0, generator=None, callback=None, spacing="even",
            **remask_options):
-    """Write text (Algorithm 1). Returns z (B, L) int64 without masks, and stats.
-    steps = T, or None for one token per step in random order: exactly T -> infinity.
+    """Sample text (Algorithm 1). Returns z (B, L) int64 without masks, and stats.
+    steps = T, or None for one token per step in random order (T -> infinity, if K = 1).
     refresh_every = K, spacing: see refresh_steps. prompt: (L,) or (B, L) int64, mask_id
     where text is wanted; the rest is held fixed. callback(step, z, age) is called after
     every step. remask_options: see remask_schedule. stats: steps, and the calls really
-    made: anchor_calls, denoiser_calls, layer_calls. Raises ValueError."""
+    made: anchor_calls, denoiser_calls, layer_calls. Raises ValueError for bad values."""
     if min(batch_size, seq_len, refresh_every, 1 if steps is None else steps) < 1:
         raise ValueError("batch_size, seq_len, steps and refresh_every must be at least 1")
     if not (0 <= temperature < float("inf") and 0 <= top_p <= 1):
@@ -469,18 +470,19 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
     stats = {"steps": n_steps, "anchor_calls": 0, "denoiser_calls": 0}
 
     for j in range(n_steps):
-        # The anchor reads the canvas of the step at which it is due. It is computed as soon as
-        # a prediction needs it: with many steps, none may before the next one is due.
+        # When an anchor is due, keep the canvas. The network runs on it once a step reveals
+        # something: with many steps, all of them up to the next anchor may reveal nothing.
         if j in due:
             anchor_canvas, pending, age = z, True, 0
         # Where: without any prediction.
         if steps is None:  # one masked token of each row, all as likely
-            u = torch.rand(z.shape, device=device, generator=generator) * (z == mask_id)
+            u = 1 - torch.rand(z.shape, device=device, generator=generator)
+            u = u.masked_fill(z != mask_id, 0)
             z_s, reveal = z.clone(), (u > 0) & (u == u.amax(dim=1, keepdim=True))
         else:
             i = steps - j  # the paper counts down: i = T..1
-            step = remask_schedule(remask, i / steps, (i - 1) / steps, **remask_options)
-            reveal, hide = choose_positions(z, *step, mask_id, fixed, confidence, generator)
+            alphas = remask_schedule(remask, i / steps, (i - 1) / steps, **remask_options)
+            reveal, hide = choose_positions(z, *alphas, mask_id, fixed, confidence, generator)
             z_s = z.masked_fill(hide, mask_id)
         # What: a step that reveals nothing has nothing to predict.
         if reveal.any():
@@ -503,7 +505,7 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
 
 
 def layer_calls(config, steps, refresh_every):
-    """Eq. 11, layers that TADM or ADLM run in T steps (S has none): T L_D + ceil(T/K) L_A."""
+    """Eq. 11, if all T steps predict (S has no layers): T L_D + ceil(T/K) L_A."""
     return steps * config.n_denoiser + -(-steps // refresh_every) * config.n_anchor
 
 
@@ -534,7 +536,7 @@ class PairedFusion(nn.Module):
         nn.init.zeros_(self.up.weight)
         nn.init.constant_(self.gate[-1].bias, -3.0)
 
-    def mix(self, z, u):  # phi(Z, U) (Eq. 50-51), (B, L, r) each
+    def mix(self, z, u):  # phi(Z, U) (Eq. 50-51); z, u: reduced states (B, L, r)
         qkv = self.qkv(torch.cat([z, u], dim=-1)).unflatten(-1, (3, self.n_heads, -1))
         y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
         r = z + self.out(y.transpose(1, 2).flatten(2))
@@ -564,8 +566,8 @@ class PostTrained(MDLM):
         if n_shared < 0 or n_anchor < 1 or n_denoiser < 1:
             raise ValueError(f"{len(self.blocks)} layers cannot be split like that")
         self.split, self.naive = (n_shared, n_shared + n_anchor), naive
-        # S runs once a step, in refresh or in predict; without the fusion in refresh only
-        self.depths = (n_anchor, n_shared + n_denoiser) if not naive else (self.split[1], n_denoiser)
+        # S runs once a step: in refresh or, once z has changed, in denoise; naive: refresh only
+        self.depths = (self.split[1], n_denoiser) if naive else (n_anchor, n_shared + n_denoiser)
         self.fusion = PairedFusion(base.config.d_model, rank, n_heads)
 
     def shared(self, z):
@@ -577,7 +579,7 @@ class PostTrained(MDLM):
 
     def denoise(self, z, cache):
         z_cached, c_cached, h = cache
-        # a fresh anchor needs no correction (Eq. 55), only its gradients
+        # A fresh anchor needs no correction: M = 0 (Eq. 55). In training backward needs one.
         stale = torch.is_grad_enabled() or not torch.equal(z, z_cached)
         if stale and not self.naive:
             h = self.fusion(self.shared(z), c_cached, h)
@@ -591,7 +593,7 @@ def rollout(model, x, age, steps, generator=None):
     the cache, and the time t (B,) of z. Raises ValueError unless age < steps."""
     if age.max() >= steps:
         raise ValueError("every age must be smaller than steps")
-    # The anchor's time t' is uniform and on the grid i/T; k steps must be left below it.
+    # i_a = T t': t' ~ U(0, 1), put on the grid i/T, with k steps left below it.
     t, _ = sample_times(len(x), [1], [1], generator, x.device)
     i_a = (t * steps + 0.5).long().clamp(max=steps).maximum(age + 1)
     z = corrupt(x, i_a / steps, model.mask_id, generator)
@@ -607,11 +609,11 @@ def rollout(model, x, age, steps, generator=None):
 
 def posttrain_loss(student, teacher, x, steps, ages=(0, 1, 2), kd_weight=1.0, generator=None):
     """Loss of post-training (Eq. 14), a scalar in nats per token; only the fusion learns.
-    Where the student itself gets to: cross-entropy of the masked clean tokens x (B, L) int64,
-    plus kd_weight * KL(teacher || student), weighted by 1/t as in t_anelbo."""
-    # 1. Where the sampler gets with an anchor of age 0, 1 or 2: without gradients.
-    row = torch.randint(len(ages), (len(x),), generator=generator, device=x.device)
-    age = torch.tensor(ages, device=x.device)[row]
+    On canvases that the student sampled: cross-entropy of the masked clean tokens x (B, L)
+    int64, plus kd_weight * KL(teacher || student), weighted by 1/t as in t_anelbo."""
+    # 1. A canvas sampled with an anchor of random age, without gradients.
+    index = torch.randint(len(ages), (len(x),), generator=generator, device=x.device)
+    age = torch.tensor(ages, device=x.device)[index]
     z, cache, t = rollout(student, x, age, steps, generator=generator)
     # 2. Predict there once more, with gradients, and ask the teacher, which sees all of z.
     log_q, masked = log_probs(student, z, cache), z == student.mask_id

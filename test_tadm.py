@@ -47,6 +47,7 @@ GROUPS = {  # what the tests of a group are about
     "forward": ["corrupt"],
     "further": ["corrupt_further"],
     "times": ["sample_times"],
+    "refresh": ["refresh_steps"],
     "fusion": ["GatedFusion"],
     "model": ["Config", "TADM", "ADLM", "MDLM"],
     "loss": ["t_anelbo", "log_probs", "weighted_mean"],
@@ -548,6 +549,32 @@ def test_times_are_independent_in_small_batches():
         close(r, 0, 0.05, f"C.2: {what} must be independent of the stratum of t; correlation")
 
 
+# ----------------------------------------------------------------------------------- refresh
+
+
+@pytest.mark.parametrize("steps,K,due", [
+    (10, 4, [0, 2, 5]), (10, 1, range(10)), (10, 20, [0]), (1, 3, [0]), (9, 3, [0, 1, 4]), (8, 4, [0, 2]),
+    (12, 2, [0, 1, 2, 3, 6, 8]),
+])
+def test_refresh_log_by_hand(steps, K, due):
+    """v_k = 0.2 * 6^(k/n) - 0.2: for n = 3 0.163, 0.460; for n = 2 0.290; for n = 6 0.070, 0.163,
+    0.290, 0.460, 0.690; times T, rounded."""
+    got = list(tadm.refresh_steps(steps, K, "log"))
+    assert got == list(due), f"log spacing, T = {steps}, K = {K}: computed at {got}, due at {list(due)}"
+
+
+def test_refresh_has_as_many_anchors_either_way():
+    for steps, K in itertools.product((1, 2, 3, 7, 16, 67, 200), (1, 2, 3, 8, 16, 300)):
+        even, log = (list(tadm.refresh_steps(steps, K, spacing)) for spacing in ("even", "log"))
+        assert even == list(range(0, steps, K)) == list(tadm.refresh_steps(steps, K)), (
+            f"Algorithm 1: (T - i) mod K = 0 for i = T..1, T = {steps}, K = {K}; computed at {even}")
+        assert len(log) == len(even) and log[0] == 0 and log[-1] < steps, f"T = {steps}, K = {K}: {log}"
+        assert all(a < b for a, b in itertools.pairwise(log)), f"strictly increasing: {log}"
+    for bad in ((0, 1), (5, 0), (5, 1, "odd")):
+        with pytest.raises(ValueError):
+            tadm.refresh_steps(*bad)
+
+
 # -------------------------------------------------------------------------------------- loss
 
 
@@ -668,6 +695,18 @@ def test_bound_of_an_oracle_is_the_entropy(data, V):
     truth = math.log(len(data)) / x.shape[1]
     close(nats.mean(), truth, 0.01, "Theorem 5.1, T -> infinity: for an oracle the bound is "
           "the entropy. Look at: the weight L/n of n masks, and n = L being as likely as the others")
+
+
+@pytest.mark.parametrize("due", [[0], [0, 1, 2, 3, 4, 5, 6, 7], [0, 3, 4], [0, 1, 7]])
+def test_bound_of_any_set_of_steps_in_closed_form(due, monkeypatch):
+    """The twins of the next test, with refreshes wherever refresh_steps says: step j has the anchor of
+    the last due step d, whose masked share is 1 - d / T."""
+    monkeypatch.setattr(tadm, "refresh_steps", lambda steps, K, spacing="even": due)
+    T, x = 8, torch.tensor(TWINS).repeat(3000, 1)
+    anchors = [max(d for d in due if d <= j) for j in range(T)]
+    truth = sum(math.log(2) / T * (1 - d / T) for d in anchors)
+    nats = tadm.bound(Posterior(TWINS, 2, stale=True), x, T, 3, rng(), draws=8)
+    close(nats.mean(), truth, 0.012, f"Theorem 5.1, T = 8, anchors computed at {due}: t' of the last one")
 
 
 @pytest.mark.parametrize("steps,K", [(1, 1), (4, 1), (4, 3), (16, 4), (5, 8)])
@@ -1025,24 +1064,23 @@ def test_sampler_skips_what_nothing_reads():
     assert max(calls) <= 6, "a step that reveals nothing needs no prediction and no anchor"
 
 
+@pytest.mark.parametrize("spacing", ["even", "log"])
 @pytest.mark.parametrize("steps,K", [(10, 4), (10, 1), (10, 20), (1, 3), (9, 3)])
-def test_cache_is_refreshed_at_0_K_2K(steps, K):
-    """The anchor is computed at steps 0, K, 2K, ... on the canvas of that step."""
+def test_cache_is_refreshed_when_it_is_due(steps, K, spacing):
+    """The anchor is computed at steps 0, K, 2K, ..., or as log spacing says, on that step's canvas."""
     model, canvases, ages = Uniform(4), [torch.full((200, 30), 4)], []
-    _, stats = tadm.sample(model, 200, 30, steps, K, generator=rng(),
+    _, stats = tadm.sample(model, 200, 30, steps, K, generator=rng(), spacing=spacing,
                            callback=lambda step, z, age: (canvases.append(z.clone()), ages.append(age)))
-    assert ages == [j % K for j in range(steps)], "Algorithm 1: the anchor's age goes 0, 1, .., K - 1, 0"
-    due = list(range(0, steps, K))
-    assert stats["anchor_calls"] == len(model.refreshed) == len(due), (
-        f"Algorithm 1: (T - i) mod K = 0 for i = T..1 gives {len(due)} anchors at steps {due}, T = {steps}, "
-        f"K = {K}; there were {len(model.refreshed)}")
+    due = list(range(0, steps, K)) if spacing == "even" else reference.refresh_steps(steps, K, spacing)
+    last = [max(d for d in due if d <= j) for j in range(steps)]
+    got = [next((j for j, c in enumerate(canvases) if torch.equal(c, z)), None) for z in model.refreshed]
+    assert got == due, f"Algorithm 1: T = {steps}, K = {K}: anchors computed at {got}, due at {due}"
+    assert ages == [j - d for j, d in enumerate(last)], "Algorithm 1: the anchor's age goes 0, 1, .., 0, 1"
+    assert stats["anchor_calls"] == len(due), "stats: the calls really made"
     assert stats["denoiser_calls"] == len(model.predicted) == steps, "stats: the calls really made"
-    for j, z in zip(due, model.refreshed):
-        assert torch.equal(z, canvases[j]), f"Algorithm 1: the anchor of step {j} reads that step's canvas"
     for j, (z, cache) in enumerate(model.predicted):
         assert torch.equal(z, canvases[j]), f"Algorithm 1: step {j} predicts from the canvas before it"
-        assert torch.equal(cache, canvases[j // K * K]), (
-            f"Algorithm 1: step {j} uses the anchor of step {j // K * K}")
+        assert torch.equal(cache, canvases[last[j]]), f"Algorithm 1: step {j} uses the anchor of step {last[j]}"
 
 
 def test_cache_does_not_survive_a_call():
@@ -1400,58 +1438,181 @@ def test_split_layers_are_counted_as_run(base, naive, n_shared, n_denoiser, step
 # --------------------------------------------------------------------- the built-in stories
 
 
-def test_stories_are_recognised_and_nothing_else():
-    g = random.Random(1)
-    stories = [train_toy.write_story(g) for _ in range(300)]
-    assert len(set(stories)) == 300
-    for story in stories:
-        assert train_toy.is_story(story), story
-    for story in stories[:40]:  # any one word replaced by another, or dropped, breaks it
-        words = story.split(" ")
-        for i, word in enumerate(words):
-            other = " ".join([*words[:i], *words[i + 1 :]])
-            assert not train_toy.is_story(other), f"without {word!r}: {other}"
-    broken = stories[0].replace("Tom", "Zed").replace("Mia", "Zed").replace("Ben", "Zed")
-    assert not train_toy.is_story(broken), "a name outside the list, or one name for two children"
+def ways(template, slots):
+    """[(text, probability)]: all ways of drawing a template, by a plain reading from the left."""
+    if not template:
+        return [("", 1.0)]
+    if template[0] == "[":
+        depths = itertools.accumulate((c == "[") - (c == "]") for c in template)
+        end = next(i for i, depth in enumerate(depths) if depth == 0)
+        head = [("", 0.5)] + [(t, p / 2) for t, p in ways(template[1:end], slots)]
+        rest = template[end + 1 :]
+    elif template[0] == "{":
+        name, rest = template[1:].split("}", 1)
+        head = [(word, 1 / len(slots[name])) for word in slots[name]]
+    else:
+        text = re.match(r"[^[{]+", template)[0]
+        head, rest = [(text, 1.0)], template[len(text) :]
+    tail = ways(rest, slots)
+    return [(a + b, p * q) for a, p in head for b, q in tail]
 
 
-def test_stories_with_a_wrong_fact_are_not_valid():
-    """Each fact that recurs must agree: replace one mention by another word of its kind."""
-    g, checked = random.Random(2), 0
-    for story in (train_toy.write_story(g) for _ in range(30)):
-        for kind in ("place", "n", "t", "c"):
-            words = train_toy.WORDS[kind]
-            for m in re.finditer(rf"\b({'|'.join(words)})\b", story):
-                for new in words:
-                    wrong = story[: m.start()] + new + story[m.end() :]
-                    if new != m[0] and len(re.findall(rf"\b{m[0]}\b", story)) > 1:
-                        checked += 1
-                        assert not train_toy.is_story(wrong), f"{m[0]} -> {new} in: {wrong}"
-    assert checked > 2000
+@pytest.fixture
+def small(monkeypatch):
+    """Cut-down tables, and {text: probability} of all stories that they can write."""
+    slots = {name: words[: 2 if name in ("who", "they") else 1] for name, words in train_toy.SLOTS.items()}
+    facts = {kinds: words[: 2 if kinds in ("CHILD FRIEND", "ANIMAL") else 1]
+             for kinds, words in train_toy.FACTS.items()}
+    monkeypatch.setattr(train_toy, "SLOTS", slots)
+    monkeypatch.setattr(train_toy, "FACTS", facts)
+    train_toy.pattern.cache_clear()
+    texts, outlines = [], ways("".join(train_toy.STORY), slots)
+    for names in itertools.permutations(facts["CHILD FRIEND"]):
+        for animal in facts["ANIMAL"]:
+            told = dict(zip(("CHILD", "FRIEND"), names), ANIMAL=animal)
+            told |= {kind: facts[kind][0] for kind in ("PLACE", "COLOUR", "THING")}
+            texts += [(re.sub("[A-Z]{2,}", lambda m, told=told: told[m[0]], t), p / 4) for t, p in outlines]
+    assert len(dict(texts)) == len(texts) > 10_000, "two ways of drawing must not give the same text"
+    yield dict(texts)
+    train_toy.pattern.cache_clear()
 
 
-def test_stories_entropy_is_the_log_of_their_number(monkeypatch):
-    """Enumerated on a cut-down word list: as many different texts as exp(entropy) says."""
-    small = {k: w[: 3 if k in "ntc" else 2] for k, w in train_toy.WORDS.items()}
-    monkeypatch.setattr(train_toy, "WORDS", small)
-    texts = set()
-    slots = [itertools.permutations(w, 2) if k in "ntc" else w for k, w in small.items()]
-    for template, *chosen in itertools.product(train_toy.TEMPLATES, *slots):
-        named = {}
-        for kind, value in zip(small, chosen):
-            named |= {kind: value} if kind not in "ntc" else {
-                f"{kind}{i}": w for i, w in enumerate(value, 1)}
-        texts.add(template.format(**named))
-    close(train_toy.story_entropy(), math.log(len(texts)), 1e-9, "entropy in nats per story")
+def test_stories_entropy_by_enumeration(small):
+    close(sum(small.values()), 1, 1e-9, "the probabilities of all stories")
+    truth = -sum(p * math.log(p) for p in small.values())
+    close(train_toy.story_entropy(), truth, 1e-6, "entropy in nats per story, of cut-down tables")
 
 
-def test_stories_are_many_and_uniform():
-    assert math.exp(train_toy.story_entropy()) > 5e6, "millions of different stories"
-    g = random.Random(0)
-    firsts = [train_toy.write_story(g) for _ in range(6000)]
-    for name in train_toy.WORDS["n"]:
-        share = np.mean([re.search(r" (\w+) had a", story)[1] == name for story in firsts])
-        close(share, 1 / len(train_toy.WORDS["n"]), 0.03, f"{name} is named first")
+def test_stories_entropy_of_the_full_tables():
+    """Sum over sentences, each enumerated; all texts of all sentences differ, and end with their only
+    full stop, so that a text falls into its draws in one way."""
+    draws = (math.perm(len(words), len(kinds.split())) for kinds, words in train_toy.FACTS.items())
+    truth, seen = sum(map(math.log, draws)), []
+    for sentence in train_toy.STORY:
+        texts = ways(sentence, train_toy.SLOTS)
+        truth -= sum(p * math.log(p) for _, p in texts)
+        seen += [text for text, _ in texts if text]
+    close(train_toy.story_entropy(), truth, 1e-9, "entropy in nats per story")
+    assert len(set(seen)) == len(seen) and all(t.index(".") == len(t) - 1 for t in seen)
+    facts = [word for words in train_toy.FACTS.values() for word in words]
+    assert len(set(facts)) == len(facts) and not set(facts) & set(re.findall(r"\w+", " ".join(seen)))
+
+
+def test_stories_come_as_often_as_the_tables_say():
+    g, n = random.Random(1), 10_000
+    texts = [train_toy.write_story(g) for _ in range(n)]
+    outlines = [train_toy.in_capitals(text) for text in texts]
+    for sentence in train_toy.STORY:
+        shares = dict(ways(sentence, train_toy.SLOTS))
+        for text, p in shares.items() if shares.pop("", 0) else ():  # an optional sentence
+            share = sum(text in outline for outline in outlines) / n
+            close(share, p, 5 * math.sqrt(p / n), f"share of stories with {text!r}")
+    for words in train_toy.FACTS.values():
+        first = [next(w for w in re.findall(r"\w+", text) if w in words) for text in texts]
+        for word in words:
+            close(first.count(word) / n, 1 / len(words), 0.02, f"share of stories about {word}")
+
+
+def test_stories_are_recognised_and_nothing_else(small):
+    """Each word dropped, doubled or replaced by any other: is_story says what the list says."""
+    words = sorted({w for text in list(small)[:3000] for w in re.findall(r" ?\w+|[^\w\s]", text)})
+    for text in random.Random(0).sample(list(small), 8):
+        pieces = re.findall(r" ?\w+|[^\w\s]", text)
+        for i, piece in enumerate(pieces):
+            for new in ("", piece + piece, *words):
+                changed = "".join([*pieces[:i], new, *pieces[i + 1 :]])
+                assert train_toy.is_story(changed) == (changed in small), changed
+
+
+def test_stories_that_are_drawn_are_valid():
+    for seed in range(300):
+        text = train_toy.write_story(random.Random(seed))
+        assert text == train_toy.write_story(random.Random(seed)), "the same seed, the same story"
+        n = text.count(".")
+        assert train_toy.is_story(text) and train_toy.valid_sentences(text) == (n, n), text
+
+
+TALE = ("One day, Tom and Mia went to the park. Mia had a big red ball. Tom saw a little dog. The dog "
+        "took the red ball. Mia was sad. Tom found the ball under a tree. They played at the park.")
+
+
+@pytest.mark.parametrize("old,new,bad", [
+    ("", "", 0), (" Mia was sad.", "", 0), ("took the red", "took the", 0), ("took the red", "took the blue", 1),
+    ("The dog", "The cat", 1), ("found the ball", "found the kite", 1), ("at the park", "at the zoo", 1),
+    ("Mia was", "Anna was", 1), ("Tom and Mia", "Tom and Tom", 1), ("dog took", "dog dog took", 1),
+    (" took", "", 1), ("tree.", "tree", 1), ("the park. Mia had", "the park. Mia was sad. Mia had", None),
+])
+def test_stories_each_fault_costs_its_sentence(old, new, bad):
+    text = TALE.replace(old, new)
+    valid, n = train_toy.valid_sentences(text)
+    assert n - valid == (bad or 0), "a valid sentence agrees with the facts first told"
+    assert train_toy.is_story(text) == (bad == 0), "None: all sentences valid, but in another order"
+
+
+def test_stories_shares_in_canvases():
+    tokenizer = train_toy.Tokenizer.train([TALE], 200, 1000)
+    ids = tokenizer.encode(TALE)
+    rows = [ids + [0] * 9, ids + [0, 0, ids[3], 0, 0, 0, 0, 0, 0], [0] * (len(ids) + 9)]
+    stories, sentences = train_toy.valid_shares(torch.tensor(rows), tokenizer)
+    close(stories, 1 / 3, 1e-6, "a story with something after its end is not valid, nor is an empty canvas")
+    assert sentences == 14 / 15, "all sentences but what follows the end"
+
+
+# -------------------------------------------------------------------------------- the optimizer
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (12, 4), (4, 12), (1, 5)])
+def test_script_muon_against_numpy(shape):
+    """The update is U V^T with singular values near 1, scaled by the shape; equal shapes in one batch."""
+    draw = np.random.default_rng(0)
+    parts = [np.linalg.svd(draw.normal(size=shape), full_matrices=False) for _ in range(3)]
+    grads = [(u * np.linspace(0.2, 1, len(s))) @ v for u, s, v in parts]
+    together = [torch.zeros(shape).requires_grad_() for _ in grads]
+    alone = [torch.zeros(shape).requires_grad_() for _ in grads]
+    for p, q, grad in zip(together, alone, grads):
+        p.grad = q.grad = torch.tensor(grad).float()
+        train_toy.Muon([q], lr=0.01).step()
+    train_toy.Muon(together, lr=0.01).step()
+    for p, q, grad in zip(together, alone, grads):
+        assert torch.allclose(p, q, atol=1e-6), "a batch of equal shapes gives the same as one by one"
+        u, _, v = np.linalg.svd(grad, full_matrices=False)
+        size = 0.01 * 5 * max(1, shape[0] / shape[1]) ** 0.5
+        s = np.diag(u.T @ -p.detach().numpy() @ v.T) / size  # in the singular vectors of the gradient
+        assert ((0.65 < s) & (s < 1.25)).all(), f"singular values near 1, got {s}"
+        off = np.abs(-p.detach().numpy() / size - (u * s) @ v).max()
+        assert off < 1e-3, "the update has the singular vectors of the gradient"
+
+
+def test_script_muon_momentum_and_decay_in_closed_form():
+    """One number is a 1 x 1 matrix: its update is its sign, and momentum decides which."""
+    p = torch.full((1, 1), 2.0).requires_grad_()
+    optimizer = train_toy.Muon([p], lr=0.1, momentum=0.9, weight_decay=0.5, scale=1.0)
+    mean, truth = 0.0, 2.0
+    for grad in (1.0, -0.05, -0.05, -3.0):
+        p.grad = torch.full((1, 1), grad)
+        optimizer.step()
+        mean = 0.9 * mean + 0.1 * grad
+        ahead = 0.1 * grad + 0.9 * mean  # Nesterov
+        step = (p.item() - truth * (1 - 0.1 * 0.5)) / -0.1
+        assert step * ahead > 0 and 0.65 < abs(step) < 1.25, "a step along the momentum, of size near 1"
+        truth = p.item()
+    close(optimizer.state[p]["momentum"], mean, 1e-6, "momentum: 0.9 of the old, 0.1 of the gradient")
+
+
+def test_script_muon_trains_matrices_of_layers_and_fusion_only():
+    model = untrained("TADM")
+    muon, adamw = train_toy.make_optimizers(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    ours, others = ({names[id(p)] for p in o.param_groups[0]["params"]} for o in (muon, adamw))
+    assert ours | others == set(names.values()) and not ours & others, "each weight once"
+    assert {n for n in ours if "denoiser" in n} == {
+        f"denoiser.0.{part}.weight" for part in ("qkv", "out", "up", "down")}
+    assert {"fusion.gate.weight", "anchor.1.up.weight"} <= ours
+    assert {"token.weight", "position", "head.weight", "anchor_head.weight", "norm.weight"} <= others
+    base = untrained("MDLM", n_anchor=3)
+    new = [p for o in train_toy.make_optimizers(reference.PostTrained(base, 1, 1, 4))
+           for p in o.param_groups[0]["params"]]
+    assert all(p.requires_grad for p in new), "the frozen base is left alone"
 
 
 # ---------------------------------------------------------------------------- text and data
@@ -1586,12 +1747,19 @@ def tales(tmp_path):
 def test_script_trains_and_samples_from_end_to_end(tales, tmp_path, capsys):
     assert train_toy.main(tales) == 0
     printed = capsys.readouterr().out
-    table = re.findall(r"^tadm +(\d) +([\d.]+) +([\d.]+)x +([\d,]+) +([\d.]+)x$", printed, re.MULTILINE)
+    number = r" +([\d.,]+)"
+    table = re.findall(rf"^tadm +(\d){5 * number}$", printed, re.MULTILINE)
     assert [int(row[0]) for row in table] == [1, 2, 4, 8], "the closing table: K = 1, 2, 4, 8"
-    for K, nats, calls, _, _ in table:
+    share = train_toy.fusion_share(untrained("TADM", seq_len=12, d_model=16))
+    for K, nats, calls, with_fusion, _, _ in table:
         assert abs(float(calls) - (1 + 1 / int(K))) < 0.15, "layer calls per step, Eq. 11"
+        assert abs(float(with_fusion) - float(calls) - share) < 0.1, "the fusion's work is added"
         assert 0 < float(nats) < 100
-    assert printed.count("sample (K = 8)") == 3 and "python sample.py" in printed
+    bound = re.search(r"fresh anchors: ([\d.]+) \+- [\d.]+ nats/token, ([\d.]+) nats/character", printed)
+    x, tokenizer = train_toy.load_data(options(data=tales[1], seq_len=12))[1:]
+    characters = sum(len(tokenizer.decode(row)) for row in x.tolist())
+    close(float(bound[2]) * characters, float(bound[1]) * x.numel(), 0.2, "nats of all canvases, either way")
+    assert printed.count("sample (K = 8") == 4 and "python sample.py" in printed
     checkpoint = str(tmp_path / "out" / "tadm.pt")
     assert sample_script.main([checkpoint, "--num", "2", "--steps", "5", "--refresh-every", "2"]) == 0
     printed = capsys.readouterr().out
@@ -1610,7 +1778,7 @@ def test_script_reports_validity_and_entropy(tmp_path, capsys, monkeypatch):
     assert train_toy.main(["--data", "stories", "--out", str(tmp_path), "--model", "mdlm", *tiny]) == 0
     printed = capsys.readouterr().out
     entropy = train_toy.story_entropy() / 100
-    assert f"{entropy:.4f} nats/token" in printed and "valid stories" in printed
+    assert f"{entropy:.4f} nats/token" in printed and re.search(r"speed-up +stories +sentences", printed)
 
 
 @pytest.mark.parametrize("model", ["tadm", "adlm", "posttrained"])
@@ -1657,7 +1825,7 @@ def test_script_posttrain_from_end_to_end(mdlm, capsys):
     capsys.readouterr()
     assert train_toy.main(argv) == 0
     printed = capsys.readouterr().out
-    row = r"^(teacher|naive|fused) +(\d) +([\d.]+) +([\d.]+) +([\d.]+)x +[\d,]+ +[\d.]+x$"
+    row = r"^(teacher|naive|fused) +(\d) +([\d.]+) +([\d.]+) +([\d.]+) +[\d.]+ +[\d,]+ +[\d.]+$"
     table = {(name, int(K)): tuple(map(float, values))
              for name, K, *values in re.findall(row, printed, re.MULTILINE)}
     assert sorted(table) == sorted([("teacher", 1)] + [(n, K) for n in ("naive", "fused")
@@ -1740,7 +1908,7 @@ def test_script_falls_back_to_the_built_in_stories(monkeypatch, capsys, tmp_path
     assert train_toy.main(args) == 0
     printed = capsys.readouterr()
     assert "could not be downloaded" in printed.err and "built-in stories" in printed.err
-    assert "valid stories" in printed.out
+    assert "sentences" in printed.out
 
 
 def wrong(main, argv, capsys):
@@ -1814,11 +1982,11 @@ def test_script_compare_agrees_with_direct_calls(mdlm, tales, capsys):
     nats = reference.bound(model, x, 24, 4, train_toy.step_generator(0, 0, "cpu")).mean()
     row = table[paths[0], "4", "24"]
     close(float(row["bound"]), float(nats), 0.01, "--compare: bound under K = 4 and T = 24")
-    z, stats = reference.sample(model, 16, 12, 24, 4, generator=train_toy.step_generator(0, 1, "cpu"))
+    z, stats = reference.sample(model, 16, 12, 24, 4, generator=train_toy.step_generator(0, 2, "cpu"))
     close(float(row["layers"]), stats["layer_calls"] / 24 / 3, 0.01, "relative to the MDLM's 3 layers")
-    nats = reference.bound(model, z, None, generator=train_toy.step_generator(0, 2, "cpu")).mean()
+    nats = reference.bound(model, z, None, generator=train_toy.step_generator(0, 3, "cpu")).mean()
     close(float(row["perplexity"]) / math.exp(nats), 1, 0.02, "exp of the judge's bound on the samples")
-    assert row["valid"] == row["gap"] == "-", "no grammar, no truth to compare with"
+    assert row["stories"] == row["gap"] == "-", "no grammar, no truth to compare with"
     assert table[paths[1], "1", "24"]["bound"] == table[names[2], "1", "24"]["bound"], "K = 1"
     assert "xychart-beta" in printed
     other = train_toy.load_checkpoint(paths[0])
@@ -1835,12 +2003,13 @@ def test_script_entropy_of_samples_and_work_of_a_correction():
     d, L, r = 8, 6, 4  # one layer: q, k, v, out 4 d^2; MLP 8 d^2; attention 2 L d per token
     layer = 12 * d * d + 2 * L * d
     gated = (2 * d) * d + (2 * d) * (4 * d) + (4 * d) * d
-    paired = 2 * d * r + 2 * r * 3 * r + r * r + 4 * r * r + (4 * r * r + r) + r * d + 2 * L * r
+    mix = 2 * r * 3 * r + r * r + 4 * r * r + 2 * L * r  # once for each of the two canvases
+    paired = 3 * d * r + 2 * mix + (4 * r * r + r) + r * d
     base = untrained("MDLM", n_anchor=3)
     for model, work in ((untrained("TADM", n_anchor=3), gated), (base, 0),
                         (reference.PostTrained(base, 1, 1, r), paired),
                         (reference.PostTrained(base, 1, 1, r, naive=True), 0)):
-        close(sample_script.fusion_share(model), work / layer, 1e-9, "multiply-adds of the fusion")
+        close(train_toy.fusion_share(model), work / layer, 1e-9, "multiply-adds of the fusion")
 
 
 VOCAB = [train_toy.END, "One", " day", " <script>alert('1')</script>", ' &"]]>', "\x0b\ufffe", "\n"]

@@ -68,9 +68,9 @@ MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM, "posttrained"
 
 
 # ----------------------------------------------------------------- 1. the built-in stories
-# STORY is all there is to know: [words] may be missing, {slots} are drawn anew each time, and
-# CAPITALS are facts, drawn once per story, so that all its sentences agree on them. A sentence
-# that is never missing tells each fact, so no two ways of drawing give the same text.
+# [Words] are missing in half of the stories, {slots} are drawn anew each time, and CAPITALS are
+# facts: drawn once per story, so that its sentences agree on them. Each fact is told by a sentence
+# that is never missing, so no two ways of drawing give the same text.
 
 STORY = [
     "{opening}, CHILD and FRIEND {went} to the PLACE.",
@@ -117,8 +117,9 @@ def write_story(rng):
 
 def story_entropy():
     """Nats per story, exact: the sum over all draws, as each text has one way to be drawn."""
-    nats = sum(math.log(math.perm(len(words), len(kinds.split()))) for kinds, words in FACTS.items())
-    p = 1.0  # the probability that this place of STORY is written
+    nats, p = 0.0, 1.0  # p: the probability that this place of STORY is written
+    for kinds, words in FACTS.items():
+        nats += math.log(math.perm(len(words), len(kinds.split())))
     for mark in re.findall(r"[][]|\{\w+\}", "".join(STORY)):
         if mark == "[":
             nats += p * math.log(2)
@@ -139,8 +140,8 @@ def pattern(template):
 
 
 def in_capitals(text):
-    """The text with its facts in capitals: its first colour becomes COLOUR wherever it stands, and
-    so on. Another colour stays what it is, and no template has it."""
+    """The text with its facts in capitals: its first colour becomes COLOUR wherever it stands.
+    Another colour stays what it is, and no template has it."""
     facts = {}
     for kinds, words in FACTS.items():
         facts |= dict.fromkeys(kinds.split(), "?")  # was in capitals before
@@ -158,7 +159,8 @@ def valid_sentences(text):
     """(number of valid sentences, number of sentences). Valid: a template of STORY can write it
     with the facts first mentioned in the text."""
     sentences = re.findall(r"[^.]+\.?|\.", in_capitals(text))
-    return sum(any(pattern(s).fullmatch(x) for s in STORY) for x in sentences), len(sentences)
+    valid = [any(pattern(t).fullmatch(s) for t in STORY) for s in sentences]
+    return sum(valid), len(valid)
 
 
 # --------------------------------------------------------------------------- 2. tokens
