@@ -30,6 +30,7 @@ Losses and bounds are in nats per token. Smaller than the paper: 6 + 2 layers, n
 12 + 6, tens of tokens, not 1024. No time conditioning, as in the paper.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -139,9 +140,13 @@ class DiffusionLM(nn.Module):
             raise ValueError(f"canvas of {z.shape[1]} tokens, seq_len is {self.config.seq_len}")
         return self.token(z) + self.position[: z.shape[1]]
 
+    def read(self, y):
+        """The end of D: states (..., d) -> logits (..., V)."""
+        return self.head(self.norm(y))
+
     def predict(self, z, cache):
         """x_theta(z_t, z_t'): logits (B, L, V). Only those at masked z are ever used."""
-        return self.head(self.norm(self.denoise(z, cache)))
+        return self.read(self.denoise(z, cache))
 
 
 class TADM(DiffusionLM):
@@ -271,7 +276,7 @@ def log_probs(model, z, cache):
     if not hasattr(model, "denoise"):
         return model.predict(z, cache)[masked].float().log_softmax(dim=-1)
     y = model.denoise(z, cache)[masked]  # as in predict, but the widest layer runs only here
-    return model.head(model.norm(y)).float().log_softmax(dim=-1)
+    return model.read(y).float().log_softmax(dim=-1)
 
 
 def weighted_mean(each, masked, t):
@@ -552,38 +557,43 @@ class PairedFusion(nn.Module):
         return h_cached + g * s_h * self.up(m)  # Eq. 54
 
 
-class PostTrained(MDLM):
+class PostTrained(nn.Module):
     """A frozen copy of a trained MDLM, split in three, with a cache (Section 4).
     S is the embedding and the first n_shared layers, D the last n_denoiser layers and the
     head, A what lies between. Only the fusion has gradients; naive = True switches it off
     (Table 6). Raises ValueError for an impossible split."""
 
     def __init__(self, base, n_shared, n_denoiser, rank, n_heads=4, naive=False):
-        super().__init__(base.config)
-        self.load_state_dict(base.state_dict())
-        self.requires_grad_(False)
-        n_anchor = len(self.blocks) - n_shared - n_denoiser
+        super().__init__()
+        self.base = copy.deepcopy(base).requires_grad_(False)
+        self.config, self.mask_id, self.naive = base.config, base.mask_id, naive
+        n_anchor = len(base.blocks) - n_shared - n_denoiser
         if n_shared < 0 or n_anchor < 1 or n_denoiser < 1:
-            raise ValueError(f"{len(self.blocks)} layers cannot be split like that")
-        self.split, self.naive = (n_shared, n_shared + n_anchor), naive
+            raise ValueError(f"{len(base.blocks)} layers cannot be split like that")
+        self.split = (n_shared, n_shared + n_anchor)
         # S runs once a step: in refresh or, once z has changed, in denoise; naive: refresh only
         self.depths = (self.split[1], n_denoiser) if naive else (n_anchor, n_shared + n_denoiser)
         self.fusion = PairedFusion(base.config.d_model, rank, n_heads)
 
     def shared(self, z):
-        return self.blocks[: self.split[0]](self.embed(z))
+        return self.base.blocks[: self.split[0]](self.base.embed(z))
 
     def refresh(self, z):
         c = self.shared(z)
-        return z, c, self.blocks[self.split[0] : self.split[1]](c)
+        return z, c, self.base.blocks[self.split[0] : self.split[1]](c)
 
     def denoise(self, z, cache):
         z_cached, c_cached, h = cache
-        # A fresh anchor needs no correction: M = 0 (Eq. 55). In training backward needs one.
-        stale = torch.is_grad_enabled() or not torch.equal(z, z_cached)
-        if stale and not self.naive:
+        # On the anchor's own canvas M = 0 (Eq. 55): nothing to do, but backward needs a graph.
+        if not self.naive and (z is not z_cached or torch.is_grad_enabled()):
             h = self.fusion(self.shared(z), c_cached, h)
-        return self.blocks[self.split[1] :](h)
+        return self.base.blocks[self.split[1] :](h)
+
+    def read(self, y):
+        return self.base.read(y)
+
+    def predict(self, z, cache):
+        return self.read(self.denoise(z, cache))
 
 
 @torch.no_grad()

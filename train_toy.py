@@ -57,13 +57,6 @@ def posttrained(config, naive=False):
     return tadm.PostTrained(tadm.MDLM(config), 1, config.n_denoiser, rank, naive=naive)
 
 
-def base_of(model):
-    """The MDLM whose weights a post-trained model holds: its teacher."""
-    teacher, weights = tadm.MDLM(model.config).to(model.head.weight.device), model.state_dict()
-    teacher.load_state_dict({name: weights[name] for name in teacher.state_dict()})
-    return teacher.requires_grad_(False).eval()
-
-
 MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM, "posttrained": posttrained}
 
 
@@ -572,7 +565,7 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
         base, base_tokenizer = build(load_checkpoint(args.posttrain), device)
         if (base_tokenizer.vocab, base.config) != (tokenizer.vocab, config):
             raise UserError(f"the data {args.data} is not what {args.posttrain} was trained on")
-        model.load_state_dict(base.state_dict(), strict=False)  # all but the fusion
+        model.base.load_state_dict(base.state_dict())
     ema = copy.deepcopy(model).eval()
     optimizers = make_optimizers(model)
     data_hash = hashlib.sha256(x_train.cpu().numpy().tobytes()).hexdigest()
@@ -590,7 +583,7 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             raise UserError(f"{path} is damaged: its parts are missing or do not fit") from None
         print(f"resuming {path} at step {start}"
               + ", which was its last: raise --steps to train on" * (start >= args.steps))
-    teacher = base_of(model) if args.model == "posttrained" else None
+    teacher = model.base if args.model == "posttrained" else None
     for layer in model.modules() if args.compile else ():
         if isinstance(layer, tadm.Block):
             layer.compile()
@@ -764,7 +757,7 @@ def report(model, x_val, tokenizer, args):
         rows = rows[:1]
     if post:
         steps, single = L, args.n_anchor + args.n_denoiser
-        teacher, naive = base_of(model), posttrained(model.config, naive=True).to(device)
+        teacher, naive = model.base, posttrained(model.config, naive=True).to(device)
         naive.load_state_dict(model.state_dict())
         rows = [("teacher", teacher, 1)] + [(name, m, K) for K in (1, 2, 3, 4, 8)
                                             for name, m in (("naive", naive), ("fused", model))]
