@@ -28,6 +28,7 @@ from train_toy import (
     load_data,
     measure,
     number,
+    per_second,
     pick_device,
     posttrained,
     shielded,
@@ -37,6 +38,7 @@ from train_toy import (
     write_file,
 )
 
+WITH_COMPARE = ("data", "judge", "quick", "markdown")
 HOLE = re.compile(r"( ?(?:\[MASK\]|_{3,}))")  # one hidden token; a token brings its own space
 
 
@@ -60,6 +62,7 @@ def parse(argv):
     add("--watch", action="store_true", help="show the first canvas step by step")
     add("--svg", metavar="FILE", help="draw the first canvas as an animated picture, 1000 steps at most")
     add("--compare", nargs="+", metavar="CKPT", help="measure these checkpoints and print tables")
+    add("--data", metavar="FILE", help="with --compare: where their text file lies now")
     add("--judge", metavar="CKPT", help="with --compare: rate the samples by this model's bound")
     add("--quick", action="store_true", help="with --compare: one seed and few canvases")
     add("--markdown", action="store_true", help="with --compare: print Markdown")
@@ -67,9 +70,9 @@ def parse(argv):
     args, default = parser.parse_args(argv), vars(parser.parse_args([]))
     for name in (name for name, value in vars(args).items() if value != default[name]):
         flag = f"--{name.replace('_', '-')}"
-        if name in ("judge", "quick", "markdown") and not args.compare:
+        if name in WITH_COMPARE and not args.compare:
             fail(f"{flag} needs --compare")
-        if name not in ("judge", "quick", "markdown", "device", "compare") and args.compare:
+        if name not in (*WITH_COMPARE, "device", "compare") and args.compare:
             fail(f"{flag} has no effect with --compare: leave it out")
     return args
 
@@ -253,7 +256,8 @@ def compare(args, device):
     single = (stages or [max(m.config.n_anchor for m in models.values())])[0]
     n, seeds = (16, 1) if args.quick else (64, 3)
     data = argparse.Namespace(**first["args"])
-    x = load_data(data)[1][: 4 * n].to(device)
+    data.data = args.data or data.data
+    x = load_data(data, first)[1][: 4 * n].to(device)
     L = x.shape[1]
     questions = {
         f"Quality and cost against the refresh interval K, T = {2 * L}":
@@ -331,7 +335,7 @@ def run(argv):
     watch = None
     if args.watch or args.svg:
         watch = Watch(model, tokenizer, prompt.tolist(), n_steps, args.watch)
-    begin = time.time()
+    begin = time.perf_counter()
     try:
         z, stats = tadm.sample(
             model, args.num, seq_len, steps, args.refresh_every, prompt.to(device), args.remask,
@@ -340,11 +344,11 @@ def run(argv):
         )
     except ValueError as e:
         raise UserError(str(e)) from None
-    seconds = time.time() - begin - (watch.slept if watch else 0)
+    speed = per_second(z.numel(), begin + (watch.slept if watch else 0))
     for i, row in enumerate(z.tolist(), 1):
         print(f"[{i}] {tokenizer.decode(row)}\n")
     print(f"{stats['steps']} steps, {stats['anchor_calls']} anchor calls, "
-          f"{stats['denoiser_calls']} denoiser calls, {z.numel() / seconds:,.0f} tokens/s")
+          f"{stats['denoiser_calls']} denoiser calls, {speed:,.0f} tokens/s")
     if args.svg:
         anchors = f"K = {args.refresh_every}, {stats['anchor_calls']} anchor calls, " if watch.anchored else ""
         picture = svg(watch, f"{stats['steps']} reverse steps: {anchors}{stats['denoiser_calls']} denoiser calls"

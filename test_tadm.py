@@ -24,6 +24,7 @@ import math
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -1678,22 +1679,33 @@ def test_text_no_story_trains_and_validates(tmp_path):
     assert len(rows) == len(set(rows)) == 30
 
 
-def test_text_without_separators_is_cut_into_windows(tmp_path):
-    path, lines = tmp_path / "plain.txt", [f"w{i % 50}" for i in range(200)]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    train, val, tokenizer = train_toy.load_data(options(data=str(path), seq_len=8))
-    assert len(train) + len(val) == 50, "400 tokens (one less) give 50 windows of 8"
-    text = "".join(tokenizer.decode(row.tolist()) for row in torch.cat([val, train]))
-    assert text.split("\n") == lines, "every token is reached once, the last one too"
+@pytest.mark.parametrize("text", [
+    "\n".join(f"w{i % 50}" for i in range(200)),
+    "".join(random.Random(0).choices("abcdefghij", k=2003)),
+    "".join(chr(0x4E00 + i * i % 97) for i in range(900))], ids=["words", "letters", "Chinese"])
+def test_text_without_separators_is_cut_into_windows(tmp_path, text):
+    (tmp_path / "plain.txt").write_text(text, encoding="utf-8")
+    data = options(data=str(tmp_path / "plain.txt"), seq_len=8)
+    train, val, tokenizer = train_toy.load_data(data)
+    windows = torch.cat([val, train])
+    n_tokens = len(tokenizer.encode(text))
+    assert len(windows) == -(-n_tokens // 8), "n L tokens give n windows, one less too"
+    assert len(val) == max(1, round(len(windows) / 20 - 0.5)), "the first twentieth validates"
+    pieces = [tokenizer.decode(row.tolist()) for row in windows]
+    assert "".join(pieces) == text, "every token is reached once, the last one too"
 
 
 @pytest.fixture
 def server():
-    """A web server on this machine: /good, /wrong, /cut, /slow, anything else 404."""
+    """A web server on this machine: /good, /wrong, /cut, /slow, /to?ADDRESS, anything else 404."""
     body = b"once upon a time " * 5000
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
+            if self.path.startswith("/to?"):
+                self.send_response(302)
+                self.send_header("Location", self.path[4:])
+                return self.end_headers()
             if self.path not in ("/good", "/wrong", "/cut", "/slow"):
                 return self.send_error(404)
             self.send_response(200)
@@ -1716,11 +1728,11 @@ def server():
     httpd.server_close()
 
 
-def test_text_download(server, tmp_path):
+def test_text_download(server, tmp_path, monkeypatch):
     url, body = server
     fetch = functools.partial(train_toy.download, size=len(body), folder=tmp_path / "cache",
                               sha256=hashlib.sha256(body).hexdigest(), timeout=0.5)
-    for path in ("wrong", "cut", "slow", "missing"):
+    for path in ("wrong", "cut", "slow", "missing", "to?http://[", "to?http://a:b/", "to?x:"):
         with pytest.raises(train_toy.DownloadError):
             fetch(f"{url}/{path}")
         assert not list((tmp_path / "cache").iterdir()), "nothing half-done may stay behind"
@@ -1731,6 +1743,29 @@ def test_text_download(server, tmp_path):
     assert fetch("http://127.0.0.1:9/good") == path, "downloaded once, no network afterwards"
     path.write_bytes(b"damaged")
     assert fetch(f"{url}/good").read_bytes() == body, "a damaged copy is fetched again"
+    path.unlink()
+
+    def another_run_is_faster(*_, **__):
+        path.write_bytes(body)
+        raise OSError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("urllib.request.urlopen", another_run_is_faster)
+        assert fetch(f"{url}/good") == path, "nothing of another run is touched, or missed"
+    path.unlink()
+    path.mkdir()
+    for folder in (path.parent, Path(os.devnull)):
+        with pytest.raises(train_toy.DownloadError):
+            fetch(f"{url}/good", folder=folder)
+    home = Path("~").expanduser()
+    for given, folder in (("", home / ".cache"), ("relative", home / ".cache"), (str(tmp_path), tmp_path)):
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert train_toy.cache_folder() == folder / "tadm-toy"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no home at all
+    assert train_toy.cache_folder() == tmp_path / "tadm-toy"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    with pytest.raises(train_toy.DownloadError):
+        train_toy.cache_folder()
 
 
 # ---------------------------------------------------------------------------------- scripts
@@ -1741,10 +1776,17 @@ TINY = ["--steps", "6", "--d-model", "16", "--n-heads", "2", "--n-anchor", "1", 
 
 @pytest.fixture
 def tales(tmp_path):
-    return ["--data", str(write_tales(tmp_path)), "--out", str(tmp_path / "out"), *TINY]
+    return ["--data", str(write_tales(tmp_path)), "--out", str(tmp_path / "my 'out'"), *TINY]
 
 
-def test_script_trains_and_samples_from_end_to_end(tales, tmp_path, capsys):
+def pasted(printed, before):
+    """What a shell makes of the command that stands after these words: main, argv."""
+    _, script, *argv = shlex.split(printed.partition(before)[2].splitlines()[0])
+    return {"train_toy.py": train_toy, "sample.py": sample_script}[Path(script).name].main, argv
+
+
+def test_script_trains_and_samples_from_end_to_end(tales, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)  # Windows' clocks tick rarely
     assert train_toy.main(tales) == 0
     printed = capsys.readouterr().out
     number = r" +([\d.,]+)"
@@ -1759,9 +1801,11 @@ def test_script_trains_and_samples_from_end_to_end(tales, tmp_path, capsys):
     x, tokenizer = train_toy.load_data(options(data=tales[1], seq_len=12))[1:]
     characters = sum(len(tokenizer.decode(row)) for row in x.tolist())
     close(float(bound[2]) * characters, float(bound[1]) * x.numel(), 0.2, "nats of all canvases, either way")
-    assert printed.count("sample (K = 8") == 4 and "python sample.py" in printed
-    checkpoint = str(tmp_path / "out" / "tadm.pt")
-    assert sample_script.main([checkpoint, "--num", "2", "--steps", "5", "--refresh-every", "2"]) == 0
+    assert printed.count("sample (K = 8") == 4
+    main, argv = pasted(printed, "now try: ")
+    checkpoint = str(tmp_path / "my 'out'" / "tadm.pt")
+    assert argv == [checkpoint, "--watch"]
+    assert main([*argv, "--num", "2", "--steps", "5", "--refresh-every", "2"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^5 steps, 3 anchor calls, \d denoiser calls, [\d,]+ tokens/s$", printed, re.MULTILINE)
     sample_script.main([checkpoint, "--num", "1", "--prompt", "The cat ___ 3 [MASK] and said", "--watch"])
@@ -1786,11 +1830,11 @@ def test_script_resume_equals_an_uninterrupted_run(tales, tmp_path, monkeypatch,
     """Ctrl-C after 3 of 6 steps, then --resume: the very same weights and averages."""
     if model == "posttrained":
         train_toy.main([*tales, "--model", "mdlm", "--n-anchor", "2"])
-        tales = ["--posttrain", str(tmp_path / "out" / "mdlm.pt"), *tales[2:6], *tales[-2:]]
+        tales = ["--posttrain", str(tmp_path / "my 'out'" / "mdlm.pt"), *tales[2:6], *tales[-2:]]
     else:
         tales += ["--model", model, "--gamma", "0.1", "--dtype", "bfloat16"]
     assert train_toy.main(tales) == 0
-    whole = train_toy.load_checkpoint(tmp_path / "out" / f"{model}.pt")
+    whole = train_toy.load_checkpoint(tmp_path / "my 'out'" / f"{model}.pt")
     name = "posttrain_loss" if model == "posttrained" else "t_anelbo"
     loss, calls = getattr(reference, name), []
 
@@ -1802,10 +1846,10 @@ def test_script_resume_equals_an_uninterrupted_run(tales, tmp_path, monkeypatch,
 
     with monkeypatch.context() as patch:
         patch.setattr(reference, name, interrupted)
-        assert train_toy.main([*tales, "--out", str(tmp_path / "two")]) == 130, "Ctrl-C"
-    assert "stopped at step 3" in capsys.readouterr().out
-    assert train_toy.main([*tales, "--out", str(tmp_path / "two"), "--resume"]) == 0
-    parts = train_toy.load_checkpoint(tmp_path / "two" / f"{model}.pt")
+        assert train_toy.main([*tales, "--out", str(tmp_path / "the other's")]) == 130, "Ctrl-C"
+    main, argv = pasted(capsys.readouterr().out.partition("stopped at step 3")[2], "to go on: ")
+    assert main(argv) == 0
+    parts = train_toy.load_checkpoint(tmp_path / "the other's" / f"{model}.pt")
     assert parts["step"] == whole["step"] == 6
     for kind in ("weights", "ema"):
         for name, value in whole[kind].items():
@@ -1865,7 +1909,7 @@ def test_script_bad_input_to_posttrain(mdlm, tales, tmp_path, capsys):
 def test_script_samples_from_the_average(tales, tmp_path):
     """The EMA is an average of the weights, is what gets sampled, and is not the last weights."""
     train_toy.main(tales)
-    checkpoint = train_toy.load_checkpoint(tmp_path / "out" / "tadm.pt")
+    checkpoint = train_toy.load_checkpoint(tmp_path / "my 'out'" / "tadm.pt")
     model, _ = train_toy.build(checkpoint, "cpu")
     name = "denoiser.0.up.weight"
     assert torch.equal(model.state_dict()[name], checkpoint["ema"][name]), "sample from the EMA"
@@ -1896,7 +1940,7 @@ def test_script_stops_where_nothing_is_finite(tales, capsys, monkeypatch, tmp_pa
     assert train_toy.main(tales) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "step 4" in error and "tadm.pt (step 3)" in error
-    assert train_toy.load_checkpoint(tmp_path / "out" / "tadm.pt")["step"] == 3
+    assert train_toy.load_checkpoint(tmp_path / "my 'out'" / "tadm.pt")["step"] == 3
 
 
 def test_script_falls_back_to_the_built_in_stories(monkeypatch, capsys, tmp_path):
@@ -1904,7 +1948,7 @@ def test_script_falls_back_to_the_built_in_stories(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(train_toy, "TINYSTORIES", {
         "url": "http://127.0.0.1:9/x", "size": 1, "sha256": ""})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    args = ["--out", str(tmp_path / "out"), *TINY[:-4], "--model", "mdlm"]
+    args = ["--out", str(tmp_path / "my 'out'"), *TINY[:-4], "--model", "mdlm"]
     assert train_toy.main(args) == 0
     printed = capsys.readouterr()
     assert "could not be downloaded" in printed.err and "built-in stories" in printed.err
@@ -1928,7 +1972,7 @@ def test_script_bad_input_to_training(tales, tmp_path, capsys):
     assert "cannot read" in wrong(main, ["--data", tmp_path], capsys)
     assert "too short" in wrong(main, ["--data", tmp_path / "empty"], capsys)
     assert "not UTF-8" in wrong(main, ["--data", tmp_path / "binary"], capsys)
-    assert "too short" in wrong(main, ["--data", tmp_path / "short"], capsys)
+    assert "96 tokens" in wrong(main, ["--data", tmp_path / "short"], capsys), "what is counted"
     for flag, value in (("--steps", 0), ("--d-model", 0), ("--batch-size", -1), ("--lr", "nan"),
                         ("--n-anchor", -1), ("--seq-len", "x"), ("--no-such-flag", 1), ("--model", "gpt")):
         assert flag.strip("-") in wrong(main, [*tales, flag, value], capsys)
@@ -1951,11 +1995,17 @@ def test_script_bad_input_to_sampling(tales, tmp_path, capsys):
     main = sample_script.main
     (tmp_path / "foreign.pt").write_bytes(b"not a checkpoint")
     torch.save({"model": 1}, tmp_path / "other.pt")
+    for new in (False, True):  # cut off by a full disk, in torch's present and old format
+        torch.save(untrained("TADM").state_dict(), tmp_path / "whole", _use_new_zipfile_serialization=new)
+        whole = (tmp_path / "whole").read_bytes()
+        for share in range(16):
+            (tmp_path / "cut.pt").write_bytes(whole[: len(whole) * share // 16])
+            assert "not a checkpoint" in wrong(main, [tmp_path / "cut.pt"], capsys)
     assert "no checkpoint" in wrong(main, [tmp_path / "none.pt"], capsys)
     assert "not a checkpoint" in wrong(main, [tmp_path / "foreign.pt"], capsys)
     assert "not a checkpoint" in wrong(main, [tmp_path / "other.pt"], capsys)
     train_toy.main(tales)
-    path = tmp_path / "out" / "tadm.pt"
+    path = tmp_path / "my 'out'" / "tadm.pt"
     assert "shorten" in wrong(main, [path, "--prompt", "The cat " * 20], capsys)
     assert "'%'" in wrong(main, [path, "--prompt", "5%"], capsys)
     for flag, value in (("--num", 0), ("--steps", 0), ("--refresh-every", 0), ("--temperature", -1),
@@ -2051,10 +2101,11 @@ def test_script_watch_measures_the_correction():
         truth = np.linalg.norm(parts["gate"] * parts["delta"], axis=-1) / np.linalg.norm(parts["h"], axis=-1)
         assert np.allclose(size, truth[0], atol=1e-3), f"step {j}: size of the correction"
     post = shaken(reference.PostTrained(random_model("MDLM", vocab_size=7), 1, 1, 4))
-    watch, _, _ = watched(post, 12, refresh_every=4)
-    for _, age, size in watch.frames[1:]:
-        assert age > 0 or not any(size or []), "Eq. 55: a fresh anchor is not corrected"
-    assert max(watch.frames[-1][2]) > 0, "Eq. 54: a stale anchor is"
+    for K in (4, 12):
+        watch, _, _ = watched(post, 12, refresh_every=K)
+        for _, age, size in watch.frames[1:]:
+            assert age > 0 or not any(size or []), "Eq. 55: a fresh anchor is not corrected"
+    assert max(watch.frames[-1][2]) > 0, "Eq. 54: the anchor of the empty canvas is, at the last word"
     watch, _, _ = watched(random_model("MDLM", vocab_size=7), 12)
     assert watch.frames[-1][2] is None, "no fusion, no correction"
 
@@ -2097,7 +2148,7 @@ def test_script_svg(kind, remask):
 
 def test_script_writes_a_picture(tales, tmp_path, capsys):
     train_toy.main(tales)
-    path, checkpoint = tmp_path / "new" / "a.svg", str(tmp_path / "out" / "tadm.pt")
+    path, checkpoint = tmp_path / "new" / "a.svg", str(tmp_path / "my 'out'" / "tadm.pt")
     assert sample_script.main([checkpoint, "--svg", str(path), "--steps", "1000", "--prompt", "The cat"]) == 0
     picture = path.read_text(encoding="utf-8")
     root = xml.etree.ElementTree.fromstring(picture)
@@ -2119,38 +2170,110 @@ def test_script_keeps_earlier_checkpoints(tales, tmp_path):
     files = []
     for seed in "123":
         assert train_toy.main([*tales, "--seed", seed]) == 0
-        files.append((tmp_path / "out" / "tadm.pt").read_bytes())
-    kept = [(tmp_path / "out" / name).read_bytes() for name in ("tadm.1.pt", "tadm.2.pt", "tadm.pt")]
+        files.append((tmp_path / "my 'out'" / "tadm.pt").read_bytes())
+    kept = [(tmp_path / "my 'out'" / name).read_bytes() for name in ("tadm.1.pt", "tadm.2.pt", "tadm.pt")]
     assert kept == files, "nothing trained is ever lost"
-    assert len(list((tmp_path / "out").iterdir())) == 3, "no temporary file stays"
+    assert len(list((tmp_path / "my 'out'").iterdir())) == 3, "no temporary file stays"
 
 
 def test_script_never_saves_weights_that_are_not_finite(tales, tmp_path, capsys):
     """A huge learning rate breaks the weights after a loss that was still finite."""
     assert "not finite" in wrong(train_toy.main, [*tales, "--lr", "1e30"], capsys)
-    assert not (tmp_path / "out" / "tadm.pt").exists()
+    assert not (tmp_path / "my 'out'" / "tadm.pt").exists()
 
 
 def test_script_refuses_damaged_checkpoints(tales, tmp_path, capsys):
     train_toy.main(tales)
-    path = tmp_path / "out" / "tadm.pt"
+    path = tmp_path / "my 'out'" / "tadm.pt"
     good = train_toy.load_checkpoint(path)
     broken = good["ema"] | {"head.bias": good["ema"]["head.bias"] * math.nan}
     for change in ({"ema": broken}, {"ema": {}}, {"vocab": good["vocab"][:-1]}, {"model": "gpt"},
                    {"args": {}}, {"args": [1]}, {"args": None}):
         torch.save(good | change, path)
         assert "damaged" in wrong(sample_script.main, [path], capsys)
-    torch.save({k: v for k, v in good.items() if k != "optimizer"}, path)
+        assert "damaged" in wrong(train_toy.main, [*tales, "--resume"], capsys)
+    torch.save({k: v for k, v in good.items() if k != "optimizers"}, path)
     assert "damaged" in wrong(train_toy.main, [*tales, "--resume"], capsys)
 
 
-def test_script_resume_refuses_changed_data(tales, tmp_path, capsys):
-    """The same words in another order give the same vocabulary, but are not the same data."""
-    train_toy.main(tales)
-    path = tmp_path / "tales.txt"
-    stories = path.read_text(encoding="utf-8").split(train_toy.END)
-    path.write_text(train_toy.END.join(reversed(stories)), encoding="utf-8")
-    assert "not what" in wrong(train_toy.main, [*tales, "--resume"], capsys)
+def test_script_data_may_move_but_not_change(mdlm, tales, tmp_path, capsys):
+    """Whoever reads data for a checkpoint compares its contents, wherever it lies now."""
+    posttrain, out = mdlm
+    assert train_toy.main(posttrain) == 0
+    path = (tmp_path / "tales.txt").rename(tmp_path / "moved.txt")
+    readers = [(sample_script.main, ["--compare", f"{out}/mdlm.pt", "--quick"]), (train_toy.main, posttrain),
+               (train_toy.main, [*posttrain, "--resume"]),
+               (train_toy.main, [*tales, "--model", "mdlm", "--n-anchor", "2", "--resume"])]
+    readers = [(main, [*argv, "--data", str(path)]) for main, argv in readers]
+    for main, argv in readers:
+        assert main(argv) == 0, argv
+    text = path.read_text(encoding="utf-8")
+    reverse = train_toy.END.join(reversed(text.split(train_toy.END)))
+    for changed in (f"{text}{train_toy.END}The cat saw.", reverse):  # of the same vocabulary
+        path.write_text(changed, encoding="utf-8")
+        for main, argv in readers:
+            assert "not what" in wrong(main, argv, capsys), argv
+    path.write_text(text, encoding="utf-8")
+    base = ["--posttrain", str(tmp_path / "base.pt"), *posttrain[2:], "--data", str(path), "--resume"]
+    moved = (tmp_path / "my 'out'" / "mdlm.pt").replace(tmp_path / "base.pt")
+    assert train_toy.main(base) == 0
+    checkpoint = train_toy.load_checkpoint(moved)
+    checkpoint["ema"]["head.bias"] += 1
+    torch.save(checkpoint, moved)
+    assert "was not made from" in wrong(train_toy.main, base, capsys)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_script_reads_a_pipe_once(tales, tmp_path):
+    pipe, text = tmp_path / "pipe", (tmp_path / "tales.txt").read_bytes()
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=[text], daemon=True)
+    writer.start()
+    assert train_toy.main([*tales, "--data", str(pipe)]) == 0
+
+
+def test_script_two_runs_in_one_folder(tales, tmp_path, capsys, monkeypatch):
+    """The second begins and ends while the first is at its third step. Both end with all they learnt."""
+    loss, calls = reference.t_anelbo, []
+
+    def slow(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            assert train_toy.main([*tales, "--seed", "9"]) == 0
+            capsys.readouterr()
+        return loss(*args)
+
+    monkeypatch.setattr(reference, "t_anelbo", slow)
+    assert train_toy.main(tales) == 0
+    printed, out = capsys.readouterr().out, tmp_path / "my 'out'"
+    assert "another run" in printed and pasted(printed, "now try: ")[1][0] == str(out / "1" / "tadm.pt")
+    for path, seed in ((out / "tadm.pt", 9), (out / "1" / "tadm.pt", 0)):
+        checkpoint = train_toy.load_checkpoint(path)
+        assert (checkpoint["step"], checkpoint["args"]["seed"]) == (6, seed), path
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full disk")
+def test_script_goes_on_without_outputs(tales, tmp_path, monkeypatch):
+    """Closed, as by >&-, or on a full disk: exit code 1 if output was lost, and all weights saved."""
+    path = str(tmp_path / "my 'out'" / "tadm.pt")
+    for out, err in ((None, "/dev/full"), ("/dev/full", None), (None, None)):
+        for main, argv, lost in ((train_toy.main, tales, out or err),
+                                 (sample_script.main, [path, "--watch", "--num", "1", "--steps", "3"], out)):
+            for name, stream in (("stdout", out), ("stderr", err)):
+                stream = stream and os.fdopen(os.open(stream, os.O_WRONLY), "w")
+                monkeypatch.setattr(sys, name, stream)
+            assert main(argv) == (1 if lost else 0)
+        assert train_toy.load_checkpoint(path)["step"] == 6
+        Path(path).unlink()
+
+
+def test_script_compile_without_a_compiler(tales, capsys, monkeypatch):
+    def fails(_):
+        raise type("CompileError", (Exception,), {"__module__": "torch._dynamo.exc"})("No g++\nmore")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", fails)
+    line = wrong(train_toy.main, [*tales, "--compile"], capsys)
+    assert "(No g++): leave it off" in line
 
 
 # ---------------------------------------------------------------- homework and test vectors

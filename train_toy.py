@@ -20,10 +20,12 @@ import http.client
 import itertools
 import math
 import os
-import pickle
 import random
 import re
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -178,7 +180,8 @@ class Tokenizer:
         if len(vocab) > vocab_size:
             raise UserError(f"the text has {len(vocab) - 1} different characters: use "
                             f"--vocab-size {2 * len(vocab)} or more")
-        longer = [word for word, _ in words.most_common() if len(word) > 1]
+        # a word that occurs once is spelled: there is nothing to learn it from
+        longer = [word for word, n in words.most_common() if n > 1 and len(word) > 1]
         return cls(vocab + longer[: vocab_size - len(vocab)])
 
     def encode(self, text, max_tokens=None):
@@ -208,32 +211,50 @@ TINYSTORIES = {
 }
 
 
+def digest(path):
+    """The sha256 of a file, or None if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def cache_folder():
+    """By the XDG standard, an empty or relative path counts as unset. Raises DownloadError."""
+    for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(folder):
+            return Path(folder) / "tadm-toy"
+    raise DownloadError("TinyStories could not be downloaded (no home folder to keep it in)")
+
+
+def temporary_folder(path):
+    """A folder beside path, no other run's, that is removed again whatever happens in between."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(".part", dir=path.parent, ignore_cleanup_errors=True)
+
+
 def download(url, size, sha256, folder, timeout=10):
-    """Fetch url into folder unless it is there already, checked either way. Raises UserError."""
+    """Fetch url into folder unless it is there already, checked either way. Raises DownloadError."""
     path = folder / url.rpartition("/")[2]
-    part = path.with_suffix(".part")  # a broken download is thrown away; the next starts afresh
-    try:
-        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
-            return path
-        folder.mkdir(parents=True, exist_ok=True)
-        with (
-            urllib.request.urlopen(url, timeout=timeout) as answer,
-            open(part, "wb") as file,
-            tqdm(total=size, unit="B", unit_scale=True, desc="downloading TinyStories") as bar,
-        ):
-            while chunk := answer.read(1 << 16):
-                file.write(chunk)
-                bar.update(len(chunk))
-        if hashlib.sha256(part.read_bytes()).hexdigest() != sha256:
-            raise DownloadError(f"what came from {url} is not the expected file "
-                            f"({part.stat().st_size:,} bytes of {size:,}, or other contents)")
-        part.replace(path)
+    if digest(path) == sha256:
         return path
-    except (OSError, http.client.HTTPException) as e:  # no network, time-out, 404, disk full
-        reason = getattr(e, "reason", e)
-        raise DownloadError(f"TinyStories could not be downloaded ({reason})") from None
-    finally:
-        part.unlink(missing_ok=True)
+    try:
+        with temporary_folder(path) as temporary:
+            part = Path(temporary) / path.name
+            with (
+                urllib.request.urlopen(url, timeout=timeout) as answer,
+                open(part, "wb") as file,
+                tqdm(total=size, unit="B", unit_scale=True, desc="downloading TinyStories") as bar,
+            ):
+                while chunk := answer.read(1 << 16):
+                    file.write(chunk)
+                    bar.update(len(chunk))
+            if digest(part) != sha256:
+                raise ValueError(f"{part.stat().st_size:,} bytes from {url} are not the expected file")
+            part.replace(path)
+    except (OSError, ValueError, http.client.HTTPException) as e:  # no network, disk full, bad address
+        if digest(path) != sha256:  # unless another run has fetched it meanwhile
+            reason = getattr(e, "reason", e)
+            raise DownloadError(f"TinyStories could not be downloaded ({reason})") from None
+    return path
 
 
 def read_stories(path):
@@ -250,8 +271,11 @@ def read_stories(path):
     return list(dict.fromkeys(s for s in stories if s))  # no story twice, or in both splits
 
 
-def load_data(args):
-    """Returns (training canvases, validation canvases, Tokenizer). One story in 20 validates."""
+def load_data(args, trained=None):
+    """Returns (training canvases, validation canvases, Tokenizer). One story in 20 validates.
+
+    trained: a checkpoint that was trained on the same canvases. Raises UserError if it was not.
+    """
     if args.data == "stories":
         rng = random.Random(0)
         stories = [write_story(rng) for _ in tqdm(range(N_STORIES), "writing stories", leave=False)]
@@ -260,39 +284,42 @@ def load_data(args):
         if args.seq_len < longest:
             raise UserError(f"the built-in stories need --seq-len {longest} or more")
     elif args.data == "tinystories":
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tadm-toy"
-        stories = read_stories(download(**TINYSTORIES, folder=cache))[1:]  # begins mid-story
+        stories = read_stories(download(**TINYSTORIES, folder=cache_folder()))[1:]  # begins mid-story
     else:
         stories = read_stories(args.data)
-    L = args.seq_len
+    L, limit = args.seq_len, None
     if len(stories) > 1:
-        train, val = [s for i, s in enumerate(stories) if i % 20], stories[::20]
-        limit = L
+        train, val, limit = [s for i, s in enumerate(stories) if i % 20], stories[::20], L
     else:  # no separators: windows, those of the first twentieth of the text validate
-        words = PIECE.findall("".join(stories))
-        if len(words) <= L:
-            raise UserError(f"the data file {args.data} is too short: it needs two stories, or "
-                            f"more than {L} words")
-        cut = max(1, len(words) // L // 20) * L
-        train, val, limit = ["".join(words[cut:])], ["".join(words[:cut])], None
-    tokenizer = Tokenizer.train(tqdm(train, "counting words", leave=False), args.vocab_size, limit)
-
-    def windows(stories):
-        for story in stories:
-            ids = tokenizer.encode(story, limit)
-            yield from (ids[i : i + L] for i in range(0, len(ids), L))
-
-    rows = list(windows(tqdm(train, "encoding", leave=False)))
-    n_train = len(rows)
+        text = "".join(stories)
+        train, val = [text[len(text) // 20 :]], [text[: len(text) // 20]]
+    tokenizer = Tokenizer.train(train, args.vocab_size, limit)
     # characters that the training text does not have are left out of the validation text
-    rows += windows("".join(c for c in story if c in tokenizer.ids) for story in val)
-    if len(rows) == n_train:
-        raise UserError(f"the data file {args.data} is too short: no story is left to validate")
+    val = ["".join(c for c in story if c in tokenizer.ids) for story in val]
+    train = [tokenizer.encode(story, limit) for story in tqdm(train, "encoding", leave=False)]
+    val = [tokenizer.encode(story, limit) for story in val]
+    if not limit:
+        n_val, ids = max(1, len(val[0]) // L), val[0] + train[0]
+        windows = [ids[i : i + L] for i in range(0, len(ids), L)]
+        train, val = windows[n_val:], windows[:n_val]
+    rows, n_train = [*train, *filter(None, val)], len(train)
+    if not 0 < n_train < len(rows):
+        raise UserError(f"the data file {args.data} is too short: it needs two stories, or more than "
+                        f"{L} tokens, as one canvas validates")
     x = np.zeros((len(rows), L), dtype=np.int64)  # 0 is the end token
     for i, row in enumerate(rows):
         x[i, : len(row)] = row
     x = torch.from_numpy(x)
-    return x[:n_train], x[n_train:], tokenizer
+    data = x[:n_train], x[n_train:], tokenizer
+    if trained and trained.get("data_hash") != fingerprint(*data):
+        raise UserError(f"the data {args.data} is not what the checkpoint was trained on")
+    return data
+
+
+def fingerprint(x_train, x_val, tokenizer):
+    """By this hash a checkpoint knows its data again, wherever it lies now."""
+    ids = torch.cat([x_train, x_val]).cpu().numpy()
+    return hashlib.sha256(ascii(tokenizer.vocab).encode() + ids.tobytes()).hexdigest()
 
 
 # ------------------------------------------------------------------------------ 4. options
@@ -308,7 +335,10 @@ STORIES = {"seq_len": None, "steps": 2000}  # the length is that of the longest 
 # likeliest clean tokens are what a model that had not seen them would say: naive reuse. See README.
 KD_WEIGHT = 100.0
 POSTTRAIN = {"steps": 2000, "batch_size": 16, "lr": 5e-3, "model": "posttrained"}
+DEFAULTS = {"model": "tadm", "data": "tinystories", "preset": "cpu", "gamma": 0.0, "seed": 0,
+            "device": "auto", "compile": False, "out": "out", "resume": False}
 FREE_TO_CHANGE = {"resume", "steps", "out", "device", "compile"}  # when a run is resumed
+FILES = {"data", "posttrain"}  # may have moved: what is in them decides
 OF_THE_BASE = ("model", "preset", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor",
                "n_denoiser", "anchors")
 
@@ -365,55 +395,55 @@ def fail(message):
 
 
 def settings(given):
-    """All options: the defaults, the preset, the checkpoint to resume, and those given last.
+    """All options: the defaults, the preset, those of a checkpoint, and those given last.
 
-    Returns (Namespace, checkpoint dict or None). Raises UserError if a resumed run would change.
+    Returns (Namespace, checkpoint to resume or None, checkpoint to post-train or None). Raises
+    UserError if a resumed run would change.
     """
-    args = {"model": "tadm", "data": "tinystories", "preset": "cpu", "gamma": 0.0, "seed": 0,
-            "device": "auto", "compile": False, "out": "out", "resume": False}
-    if given.get("data", "stories") not in ("stories", "tinystories"):
-        given["data"] = str(Path(given["data"]).resolve())
-    args |= PRESETS[given.get("preset", "cpu")] | given
+    for name in FILES & given.keys():  # a full path, for a run resumed in another folder; not of a pipe
+        if os.path.isfile(given[name]) and given[name] not in ("stories", "tinystories"):
+            given[name] = os.path.realpath(given[name])
+    args, checkpoint, base = DEFAULTS | PRESETS[given.get("preset", "cpu")], None, None
     if "posttrain" in given:
         for name in OF_THE_BASE:
             if name in given:
                 fail(f"--{name.replace('_', '-')} has no effect with --posttrain: leave it out")
-        given["posttrain"] = str(Path(given["posttrain"]).resolve())
-        if not args["resume"]:
-            base = load_checkpoint(given["posttrain"])
-            config = build(base, "cpu")[0].config
-            if base["model"] != "mdlm" or config.n_anchor < 2:
-                fail(f"--posttrain needs a --model mdlm of --n-anchor 2 or more, this is a "
-                     f"{base['model']} of --n-anchor {config.n_anchor}")
-            args |= {k: v for k, v in base["args"].items() if k not in FREE_TO_CHANGE}
-        args |= POSTTRAIN | given
-    elif args["data"] == "stories":
-        args |= STORIES | given
+        base = load_checkpoint(given["posttrain"])
+        n_anchor = build(base, "cpu")[0].config.n_anchor
+        if base["model"] != "mdlm" or n_anchor < 2:
+            fail(f"--posttrain needs a --model mdlm of --n-anchor 2 or more, this is a "
+                 f"{base['model']} of --n-anchor {n_anchor}")
+        args |= {k: v for k, v in base["args"].items() if k not in FREE_TO_CHANGE} | POSTTRAIN
+    elif given.get("data") == "stories":
+        args |= STORIES
+    args |= given
     if args["model"] == "mdlm" and "anchors" in given:
         fail("--anchors has no effect with --model mdlm, which has none: leave it out")
     args.setdefault("anchors", "fresh" if args["model"] == "adlm" else "stale")
     if args["gamma"] > 0 and not hasattr(MODELS[args["model"]], "anchor_logits"):
-        raise UserError(f"--gamma supervises an anchor, {args['model']} has none: leave it out")
-    if not args["resume"]:
-        return argparse.Namespace(**args), None
-    path = Path(args["out"]) / f"{args['model']}.pt"
-    checkpoint = load_checkpoint(path)
-    trained = checkpoint.get("args", {})
-    for name, value in given.items():
-        if name not in FREE_TO_CHANGE and value != trained.get(name):
-            raise UserError(f"{path} was trained with --{name.replace('_', '-')} {trained.get(name)}: "
-                            "to resume it, leave that option as it was")
-    args |= trained | {"resume": True, "out": args["out"]} | given
-    return argparse.Namespace(**args), checkpoint
+        fail(f"--gamma supervises an anchor, {args['model']} has none: leave it out")
+    if args["resume"]:
+        path = Path(args["out"]) / f"{args['model']}.pt"
+        checkpoint = load_checkpoint(path)
+        build(checkpoint, "cpu")  # all of its parts are there
+        trained = checkpoint["args"]
+        for name in given.keys() - FREE_TO_CHANGE - FILES:
+            if given[name] != trained.get(name):
+                fail(f"{path} was trained with --{name.replace('_', '-')} {trained.get(name)}: "
+                     "to resume it, leave that option as it was")
+        weights = checkpoint["ema"]
+        if base and not all(v.equal(weights[f"base.{name}"]) for name, v in base["ema"].items()):
+            fail(f"{path} was not made from {given['posttrain']}: has that been trained anew?")
+        args |= trained | {"resume": True, "out": args["out"]} | given
+    return argparse.Namespace(**args), checkpoint, base
 
 
 def pick_device(name):
-    """A torch.device that works here; "auto" prints what it chose and why. Raises UserError."""
+    """A torch.device that works here. Raises UserError."""
     if name == "auto":
         cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
         name = "cuda" if cuda else "mps" if mps else "cpu"
-        why = {"cuda": "a CUDA GPU was found", "mps": "an Apple GPU was found"}
-        print(f"device: {name} ({why.get(name, 'no GPU was found')})")
+        print(f"device: {name}")
     try:
         torch.zeros(1, device=name).item()
         return torch.device(name)
@@ -429,8 +459,7 @@ def checkpoint_path(args):
     """OUT/MODEL.pt, in a folder that can be written. Raises UserError."""
     path = Path(args.out) / f"{args.model}.pt"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
+        temporary_folder(path).cleanup()
         if path.is_dir():
             raise IsADirectoryError(0, f"{path} is a folder")
     except OSError as e:
@@ -438,56 +467,53 @@ def checkpoint_path(args):
     return path
 
 
-def write_file(path, option, write, keep=False):
-    """Call write(other name), then rename; keep: an older file stays as NAME.1.pt, .2.pt, ..."""
+def write_file(path, option, write, place=lambda path: path):
+    """Call write(another name), then rename that to place(path). Raises UserError."""
     path = Path(path)
-    part = path.with_suffix(f".{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(part)
-        if keep and path.exists():
-            names = (path.with_suffix(f".{i}{path.suffix}") for i in itertools.count(1))
-            old = next(name for name in names if not name.exists())
-            tqdm.write(f"{path} exists: kept as {old}")
-            path.replace(old)
-        part.replace(path)
+        with temporary_folder(path) as folder:
+            part = Path(folder) / path.name
+            write(part)
+            part.replace(place(path))
     except (OSError, RuntimeError) as e:
-        with contextlib.suppress(OSError):
-            part.unlink()
         raise UserError(f"{option}: cannot write {path} ({e}): is it a folder, or the disk full?") from None
+
+
+def free(pattern):
+    """The first path that is not taken. pattern: with {} for a number."""
+    paths = (Path(pattern.format(i)) for i in itertools.count(1))
+    return next(path for path in paths if not path.exists())
 
 
 def load_checkpoint(path):
     """The dict that train() wrote: plain types and tensors. Raises UserError."""
+    if not os.path.isfile(path):
+        raise UserError(f"there is no checkpoint {path}: train one with python train_toy.py")
     try:
-        if not Path(path).is_file():
-            raise UserError(f"there is no checkpoint {path}: train one with python train_toy.py")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's remarks on files that are not its own
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(checkpoint, dict) and checkpoint.get("format") == FORMAT:
-            return checkpoint
-    except OSError as e:
-        raise UserError(f"cannot read {path} ({e.strerror})") from None
-    except (EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError,
-            pickle.UnpicklingError):  # what torch raises for such files
-        pass
-    raise UserError(f"{path} is not a checkpoint of this project (or of another version of it)")
+        if checkpoint["format"] != FORMAT:
+            raise ValueError
+    except PermissionError as e:
+        raise UserError(f"cannot read {path} ({e.strerror})") from e
+    except Exception as e:  # torch raises whatever it stumbles over
+        raise UserError(f"{path} is not a checkpoint of this project, or of this version") from e
+    return checkpoint
 
 
 def build(checkpoint, device):
     """The trained model (the EMA weights) and its tokenizer. Raises UserError."""
     try:
-        model = MODELS[checkpoint["model"]](tadm.Config(**checkpoint["config"])).to(device)
+        model = MODELS[checkpoint["model"]](tadm.Config(**checkpoint["config"]))
         model.load_state_dict(checkpoint["ema"])
         tokenizer = Tokenizer(checkpoint["vocab"])
-        whole = len(tokenizer.vocab) == model.mask_id and finite(model)
-        whole &= {"data", "model", "seq_len"} <= set(checkpoint["args"])
-    except (LookupError, TypeError, ValueError, RuntimeError):
-        whole = False
-    if not whole:
-        raise UserError("the checkpoint is damaged: its parts are missing or do not fit together")
-    return model.eval(), tokenizer
+        needed = {"data", "model", "seq_len", "vocab_size"} - {*checkpoint["args"]}
+        if needed or len(tokenizer.vocab) != model.mask_id or not finite(model):
+            raise ValueError
+    except Exception as e:
+        raise UserError("the checkpoint is damaged: its parts are missing or do not fit") from e
+    return model.to(device).eval(), tokenizer
 
 
 def finite(model):
@@ -551,7 +577,7 @@ def make_optimizers(model):
     return [Muon(matrices), adamw]
 
 
-def train(args, checkpoint, x_train, x_val, tokenizer):
+def train(args, checkpoint, base, x_train, x_val, tokenizer):
     """Train and write checkpoints. Returns the EMA model, or None if Ctrl-C ended the run.
 
     The randomness of step n is a function of (seed, n) alone: a resumed run sees the same noise,
@@ -561,26 +587,21 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
     torch.manual_seed(args.seed)
     config = sizes(args, len(tokenizer.vocab))
     model = MODELS[args.model](config).to(device)
-    if args.model == "posttrained" and not checkpoint:
-        base, base_tokenizer = build(load_checkpoint(args.posttrain), device)
-        if (base_tokenizer.vocab, base.config) != (tokenizer.vocab, config):
-            raise UserError(f"the data {args.data} is not what {args.posttrain} was trained on")
-        model.base.load_state_dict(base.state_dict())
+    if base:
+        model.base.load_state_dict(base["ema"])
     ema = copy.deepcopy(model).eval()
     optimizers = make_optimizers(model)
-    data_hash = hashlib.sha256(x_train.cpu().numpy().tobytes()).hexdigest()
-    start = 0
+    data_hash = fingerprint(x_train, x_val, tokenizer)
+    start, mine = 0, path.exists() and path.stat().st_mtime_ns
     if checkpoint:
-        if (checkpoint.get("vocab"), checkpoint.get("data_hash")) != (tokenizer.vocab, data_hash):
-            raise UserError(f"the data {args.data} is not what {path} was trained on")
         try:
             start = checkpoint["step"]
             model.load_state_dict(checkpoint["weights"])
             ema.load_state_dict(checkpoint["ema"])
             for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
-        except (LookupError, TypeError, ValueError, RuntimeError):
-            raise UserError(f"{path} is damaged: its parts are missing or do not fit") from None
+        except Exception as e:
+            raise UserError(f"{path} is damaged: its parts are missing or do not fit") from e
         print(f"resuming {path} at step {start}"
               + ", which was its last: raise --steps to train on" * (start >= args.steps))
     teacher = model.base if args.model == "posttrained" else None
@@ -601,18 +622,35 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
     steps_choices = [max(1, args.seq_len * 2**i // 8) for i in range(6)]
     rollout_steps = [max(3, args.seq_len // 8), max(3, args.seq_len // 4)]  # ages are 0, 1 and 2
     every = max(1, args.steps // 10)  # evaluation and checkpoint
-    saved, smooth, begin, interrupts = start, None, time.time(), []
+    saved, smooth, begin, stops = start, None, time.perf_counter(), []
 
     def save(step):
-        nonlocal saved
+        nonlocal saved, mine
         checkpoint = {
             "format": FORMAT, "model": args.model, "config": dataclasses.asdict(config),
             "vocab": tokenizer.vocab, "data_hash": data_hash, "args": vars(args), "step": step,
             "weights": model.state_dict(), "ema": ema.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         }
-        write_file(path, "--out", functools.partial(torch.save, checkpoint), keep=not saved)
-        saved = step
+        write_file(path, "--out", functools.partial(torch.save, checkpoint), place)
+        saved, mine = step, path.stat().st_mtime_ns
+
+    def place(_):
+        """Where to save: an older file is kept, and that of another run is left alone."""
+        nonlocal path
+        if path.exists() and path.stat().st_mtime_ns != mine:
+            args.out = str(free(f"{path.parent}/{{}}"))
+            tqdm.write(f"another run has written {path}: this one goes on in {args.out}")
+            path = checkpoint_path(args)
+        elif path.exists() and not saved:
+            old = path.replace(free(f"{path.parent}/{path.stem}.{{}}.pt"))
+            tqdm.write(f"{path} exists: kept as {old}")
+        return path
+
+    def stop(*_):
+        if stops:  # the second Ctrl-C: at once, not after this step
+            raise KeyboardInterrupt
+        stops.append(1)
 
     def check(good, step):
         if not good:
@@ -620,7 +658,7 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
             raise UserError(f"the loss is not finite at step {step}; "
                             f"{last if saved else 'no checkpoint yet'}; try a smaller --lr or --gamma")
 
-    old_handler = signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
+    handlers = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
     bar = tqdm(total=args.steps, initial=start, mininterval=0.5, unit="step")
     try:
         for step in range(start + 1, args.steps + 1):
@@ -645,7 +683,7 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
                 keep = min(0.99, step / (step + 9))  # a young average forgets faster
                 torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - keep)
             smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
-            speed = (step - start) * args.batch_size * args.seq_len / (time.time() - begin)
+            speed = per_second((step - start) * args.batch_size * args.seq_len, begin)
             bar.set_postfix_str(f"loss {smooth:.3f} nats/token, {speed:,.0f} tokens/s", refresh=False)
             bar.update()
             if step % every == 0 or step == args.steps:
@@ -656,16 +694,17 @@ def train(args, checkpoint, x_train, x_val, tokenizer):
                 save(step)
                 text = tokenizer.decode(z[0].tolist()).replace("\n", " ")
                 tqdm.write(f"step {step}: bound {nats:.3f} nats/token | {text[:100]}")
-            if interrupts:
+            if stops:
                 check(finite(model), step)
                 save(step)
-                what = f"--posttrain {args.posttrain}" if teacher else f"--model {args.model}"
-                tqdm.write(f"stopped at step {step}, all saved; to go on: python train_toy.py {what} "
-                           f"--out {args.out} --resume")
+                which = ["--posttrain", args.posttrain] if teacher else ["--model", args.model]
+                line = command("train_toy.py", *which, "--out", args.out, "--resume")
+                tqdm.write(f"stopped at step {step}, all saved; to go on: {line}")
                 return None
     finally:
         bar.close()
-        signal.signal(signal.SIGINT, old_handler)
+        for handler in handlers.items():
+            signal.signal(*handler)
     return ema
 
 
@@ -676,6 +715,20 @@ def sizes(args, vocab_size):
                            args.n_anchor, args.n_denoiser)
     except ValueError as e:
         raise UserError(f"these sizes do not fit: {e}") from None
+
+
+def per_second(n, begin):
+    """n per second since begin, a time.perf_counter(). Clocks may tick late: never divide by 0."""
+    return n / max(time.perf_counter() - begin, 1e-9)
+
+
+def command(script, *options):
+    """A line that starts one of our scripts when it is pasted into this shell."""
+    python = Path(sys.executable)
+    python = python.name if shutil.which(python.name) == str(python) else python
+    script = script if os.path.exists(script) else Path(tadm.__file__).with_name(script)
+    join = subprocess.list2cmdline if os.name == "nt" else shlex.join
+    return join(map(str, [python, script, *options]))
 
 
 def step_generator(seed, step, device):
@@ -728,11 +781,10 @@ def measure(model, x, tokenizer, steps, refresh_every, num, single, seed=0, teac
         row["KL"] = float(evaluate(model, x, steps, refresh_every, noise[1], teacher).mean())
     begin = time.perf_counter()
     z, stats = tadm.sample(model, num, x.shape[1], steps, refresh_every, generator=noise[2])
-    seconds = max(1e-9, time.perf_counter() - begin)
+    row["tokens/s"] = per_second(z.numel(), begin)
     layers, fused = stats["layer_calls"], stats["denoiser_calls"] * fusion_share(model)
     row["stories"], row["sentences"] = valid_shares(z, tokenizer)
     row["layers"], row["+ fusion"] = layers / steps / single, (layers + fused) / steps / single
-    row["tokens/s"] = z.numel() / seconds
     return row, z
 
 
@@ -786,7 +838,8 @@ def report(model, x_val, tokenizer, args):
     for what, canvases in (("", z[:2]), (", nucleus 0.9", nucleus)):
         for canvas in canvases.tolist():
             print(f"sample (K = {K}{what}): {tokenizer.decode(canvas)}\n")
-    print(f"now try: python sample.py {Path(args.out) / args.model}.pt --watch")
+    path = Path(args.out) / f"{args.model}.pt"
+    print(f"now try: {command('sample.py', path, '--watch')}")
 
 
 # ----------------------------------------------------------------------------------- main
@@ -794,21 +847,27 @@ def report(model, x_val, tokenizer, args):
 
 def run(argv):
     given = parse(argv)
-    args, checkpoint = settings(given)
+    args, checkpoint, base = settings(given)
     sizes(args, 1)  # what is wrong with the options is said before the data is read
     checkpoint_path(args)
     device = pick_device(args.device)
     try:
-        x_train, x_val, tokenizer = load_data(args)
+        x_train, x_val, tokenizer = load_data(args, checkpoint or base)
     except DownloadError as e:
-        if checkpoint or "posttrain" in given:
+        if checkpoint or base:
             raise
         print(f"{e}: training on the built-in stories instead", file=sys.stderr)
         given.pop("seq_len", None)
-        args, _ = settings(given | {"data": "stories"})
+        args = settings(given | {"data": "stories"})[0]
         x_train, x_val, tokenizer = load_data(args)
     x_train, x_val = x_train.to(device), x_val.to(device)
-    model = train(args, checkpoint, x_train, x_val, tokenizer)
+    try:
+        model = train(args, checkpoint, base, x_train, x_val, tokenizer)
+    except Exception as e:  # of many kinds: no C++ compiler, no Python headers, no home folder
+        if not args.compile or "dynamo" not in f"{type(e).__mro__} {e}".lower():
+            raise
+        reason = str(e).splitlines()[0]
+        raise UserError(f"--compile does not work here ({reason}): leave it off") from None
     if model is None:
         return 130
     with autocast(args, device):
@@ -816,26 +875,50 @@ def run(argv):
     return 0
 
 
+class Output:
+    """stdout or stderr, maybe closed, on a full disk, or a pipe that nobody reads any more.
+
+    What cannot be written is lost, and the run goes on: its weights matter more.
+    """
+
+    def __init__(self, stream):
+        self.stream, self.lost = stream or os.fdopen(nowhere(), "w"), False
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            self.lost = True
+            os.dup2(nowhere(), self.stream.fileno())
+
+
+def nowhere():
+    return os.open(os.devnull, os.O_WRONLY)
+
+
 def shielded(run, program, argv=None):
-    """Call run(argv) and return the exit code: 2 after a UserError, 130 after Ctrl-C."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # consoles that cannot print a character
-    try:
-        return run(argv)
-    except UserError as e:
-        error = str(e)
-    except (MemoryError, RuntimeError) as e:
-        if not (isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "alloc" in str(e)):
-            raise
-        error = "out of memory: make --batch-size, --seq-len or other sizes (or --num) smaller"
-    except BrokenPipeError:  # the reader has gone, as in "| head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        print(f"\n{program}: stopped", file=sys.stderr)
-        return 130
-    print(f"{program}: {' '.join(error.split())}", file=sys.stderr)
-    return 2
+    """Call run(argv). Returns the exit code: 2 after a UserError, 130 after Ctrl-C."""
+    out, err, error = Output(sys.stdout), Output(sys.stderr), None
+    if hasattr(out, "reconfigure"):
+        out.reconfigure(errors="replace")  # consoles that cannot print a character
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = run(argv)
+        except UserError as e:
+            code, error = 2, str(e)
+        except (MemoryError, RuntimeError) as e:
+            if not (isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "alloc" in str(e)):
+                raise
+            code, error = 2, "out of memory: make --batch-size, --seq-len or --num smaller"
+        except KeyboardInterrupt:
+            code, error = 130, "stopped"
+        if error:
+            print(f"{program}: {' '.join(error.split())}", file=sys.stderr)
+    return code or int(out.lost or err.lost)
 
 
 def main(argv=None):
