@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 
 import torch
 from tqdm import tqdm
@@ -53,6 +53,8 @@ def parse(argv):
     steps("--one-by-one", action="store_true", help="one token per step, in random order")
     add("--refresh-every", type=number(int, 1), default=4, metavar="K",
         help="run the anchor network once in K steps (default 4)")
+    add("--spacing", choices=("even", "log"), default="log",
+        help="refresh in every K-th step, or as often but where the canvas changes (default log)")
     add("--temperature", type=number(float, 0), default=1.0, help="0: the likeliest token")
     add("--top-p", type=number(float, 0, 1), default=1.0, help="nucleus, 0 to 1 (default 1: off)")
     add("--remask", choices=tadm.REMASK, default="none", help="ReMDM schedule (default none)")
@@ -216,10 +218,11 @@ def svg(watch, head, seconds=12):
 COLUMNS = {"bound": 4, "gap": 4, "stories": 2, "sentences": 2, "perplexity": 2, "entropy": 2,
            "layers": 2, "+ fusion": 2, "tokens/s": 0, "speed-up": 2}  # and how many digits
 LEGEND = """
-bound: nats/token under that K and T; gap: bound less the true entropy; stories, sentences: share of
-valid ones; perplexity: of the samples, exp of the judge's bound; entropy: nats/token of the words
-inside a sample; layers: layer calls per step relative to the {n} layers of a single-stage model, then
-with the multiply-adds of the fusion; speed-up: over {ref}, K = 1. Seeds: {seeds}{error}."""
+bound: nats/token under that T, K and spacing; gap: bound less the true entropy; stories, sentences:
+share of valid ones among {num} canvases; perplexity: of the samples, exp of the judge's bound;
+entropy: nats/token of the words inside a sample; layers: layer calls per step relative to the {n}
+layers of a single-stage model, then with the multiply-adds of the fusion; speed-up: over {ref}, K = 1.
+Bounds on {canvases} canvases, the same noise everywhere; +-: standard error."""
 
 
 def unigram_entropy(z):
@@ -228,17 +231,8 @@ def unigram_entropy(z):
     return sum(-float((p * p.log()).sum()) for p in shares) / len(shares)
 
 
-def cell(values, digits):
-    """Mean +- standard error of one column over the seeds."""
-    if values[0] is None:
-        return "-"
-    v = torch.tensor(values)
-    error = f" +- {v.std() / math.sqrt(len(v)):.{digits}f}" if len(v) > 1 else ""
-    return f"{v.mean():.{digits}f}{error}"
-
-
 def compare(args, device):
-    """Print one table for each question: quality against K, and against T."""
+    """Print one table for each question about these checkpoints."""
     models, first = {}, load_checkpoint(args.compare[0])
     for path in dict.fromkeys([*args.compare, args.judge or args.compare[0]]):
         checkpoint = load_checkpoint(path)
@@ -252,66 +246,83 @@ def compare(args, device):
             naive = posttrained(model.config, naive=True)
             naive.load_state_dict(model.state_dict())
             models[f"{path}, naive"] = naive.to(device).eval()
+    anchored = [name for name, m in models.items() if m.depths[0]]  # elsewhere K changes nothing
     stages = [m.depths[1] for m in models.values() if type(m) is tadm.MDLM]
     single = (stages or [max(m.config.n_anchor for m in models.values())])[0]
-    n, seeds = (16, 1) if args.quick else (64, 3)
+    reference = next((name for name, m in models.items() if isinstance(m, tadm.ADLM)), args.compare[0])
+    num = 16 if args.quick else 64
     data = argparse.Namespace(**first["args"])
     data.data = args.data or data.data
-    x = load_data(data, first)[1][: 4 * n].to(device)
+    x = load_data(data, first)[1][: 4 * num].to(device)
     L = x.shape[1]
-    questions = {
-        f"Quality and cost against the refresh interval K, T = {2 * L}":
-            [(name, K, 2 * L) for name in models for K in (1, 2, 4, 8)],
-        "Staleness against the number of steps T":
-            [(name, K, T) for name in models for T in (L, 2 * L, 4 * L) for K in (1, 8)],
-    }
-    for title, rows in questions.items():  # without an anchor, K changes nothing
-        questions[title] = [row for row in rows if row[1] == 1 or models[row[0]].depths[0]]
-    todo, found = {row for rows in questions.values() for row in rows}, defaultdict(list)
-    with tqdm(total=len(todo) * seeds, unit="row") as bar:
-        try:
-            for seed in range(seeds):  # a seed visits all rows: the machine's moods hit all alike
-                for name, K, T in sorted(todo):
-                    row, z = measure(models[name], x, tokenizer, T, K, n, single, seed)
-                    row["entropy"] = unigram_entropy(z)
-                    if judge:
-                        nats = evaluate(judge, z, None, 1, step_generator(seed, 3, device))
-                        row["perplexity"] = math.exp(nats.mean())
-                    if data.data == "stories":
-                        row["gap"] = row["bound"] - story_entropy() / L
-                    else:
-                        del row["stories"], row["sentences"]
-                    found[name, K, T].append(row)
-                    bar.update()
-        except KeyboardInterrupt:
-            seeds = min(len(found[row]) for row in todo)
-            if seeds == 0:
-                raise
-    reference = next((name for name, m in models.items() if isinstance(m, tadm.ADLM)), args.compare[0])
-    for title, rows in questions.items():
-        table = [["model", "K", "T", *COLUMNS]]
-        for name, K, T in rows:
-            runs = found[name, K, T][:seeds]
-            for run, slow in zip(runs, found[reference, 1, T]):
-                run["speed-up"] = run["tokens/s"] / slow["tokens/s"]
-            cells = (cell([run.get(column) for run in runs], digits) for column, digits in COLUMNS.items())
-            table.append([name, str(K), str(T), *cells])
-        show(title, table, args.markdown)
-        if args.markdown and rows[0][2] == rows[-1][2]:
-            chart(title, {name: [sum(r["bound"] for r in found[name, K, 2 * L][:seeds]) / seeds
-                                 for K in (1, 2, 4, 8)] for name in models if models[name].depths[0]})
-    print(LEGEND.format(n=single, ref=reference, seeds=seeds,
-                        error="; mean +- standard error" * (seeds > 1)))
+
+    def row_of(name, T, K, spacing="even", **options):
+        row, z = measure(models[name], x, tokenizer, T, K, num, single, spacing=spacing, **options)
+        row["entropy"], row["gap"] = unigram_entropy(z), row["bound"] - story_entropy() / L
+        if judge:
+            nats = evaluate(judge, z, None, 1, step_generator(0, 3, device))
+            row["perplexity"] = math.exp(nats.mean())
+        return row
+
+    def bounds(name, T, K, spacing="even"):
+        return evaluate(models[name], x, T, K, step_generator(0, 0, device), spacing=spacing)
+
+    def change(name, T, K, spacing):  # paired, on the same noise
+        cost = bounds(name, T, K, spacing) - bounds(name, T, 1)
+        return f"{cost.mean():+.4f} +- {cost.std() / math.sqrt(len(x)):.4f}"
+
+    columns = {name: digits for name, digits in COLUMNS.items()
+               if (data.data == "stories" or name not in ("gap", "stories", "sentences"))
+               and (judge or name != "perplexity")}
+    policies = [(K, spacing) for K in (2, 4, 8) for spacing in ("even", "log")]
+    table, slow = [["model", "K", "spacing", *columns]], None
+    todo = [(name, 1, "even") for name in models] + [(n, *p) for n in anchored for p in policies]
+    for name, K, spacing in progress(sorted(todo, key=lambda row: row[0] != reference)):
+        row = row_of(name, 2 * L, K, spacing)
+        slow = slow or row["tokens/s"]  # the reference comes first
+        row["speed-up"] = row["tokens/s"] / slow
+        table.append([name, str(K), spacing, *(f"{row[c]:.{d}f}" for c, d in columns.items())])
+    show(f"Quality and cost against the refresh interval K, T = {2 * L}", table, args.markdown)
+
+    table = [["model", "spacing", "K = 1", *(f"K = {K}" for K in (2, 4, 8, 16))]]
+    for name, spacing in progress([(n, s) for n in anchored for s in ("even", "log")]):
+        cells = [change(name, L, K, spacing) for K in (2, 4, 8, 16)]
+        table.append([name, spacing, f"{bounds(name, L, 1).mean():.4f}", *cells])
+    show(f"What staleness adds to the bound, T = {L}", table, args.markdown)
+    if args.markdown:
+        chart(f"What staleness adds to the bound, T = {L}", table[1:])
+
+    times = [max(1, L // 8), L // 4, L, 2 * L, 4 * L]
+    table = [["model", "K", "spacing", *(f"T = {T}" for T in times)]]
+    for name in progress(models):
+        table.append([name, "1", "", *(f"{bounds(name, T, 1).mean():.4f}" for T in times)])
+        for K, spacing in policies[2:] if name in anchored else ():
+            table.append([name, str(K), spacing, *(change(name, T, K, spacing) for T in times)])
+    show("The bound at K = 1, and what staleness adds to it, against T", table, args.markdown)
+
+    columns = [name for name in columns if name in ("stories", "sentences", "perplexity", "entropy")]
+    table = [["model", "T", "remask", "K", *columns]]
+    for name in progress(models):
+        for T, remask in ((L // 4, "cap"), (2 * L, "loop")):
+            for K in (1, 8) if name in anchored else (1,):
+                row = row_of(name, T, K, remask=remask, top_p=0.9)
+                table.append([name, str(T), remask, str(K), *(f"{row[c]:.2f}" for c in columns)])
+    show("The samplers of the paper: nucleus 0.9, cap for T < L, loop for T >= L", table, args.markdown)
+    print(LEGEND.format(n=single, ref=reference, num=num, canvases=len(x)))
     return 0
 
 
-def chart(title, lines):
-    """Print a mermaid chart of the bound against K: one line per model, in the order given."""
-    print(f'\n```mermaid\nxychart-beta\n  title "{title}"\n  x-axis "K" [1, 2, 4, 8]\n'
-          '  y-axis "bound, nats/token"')
-    for values in lines.values():
-        print(f"  line [{', '.join(f'{v:.4f}' for v in values)}]")
-    print("```\n\nLines, from the first (models with an anchor only): " + ", ".join(lines))
+def progress(rows):
+    return tqdm(rows, "measuring", leave=False)
+
+
+def chart(title, rows):
+    """Print a mermaid chart of the rows [model, spacing, K = 1, K = 2, 4, 8, 16]."""
+    print(f'\n```mermaid\nxychart-beta\n  title "{title}"\n  x-axis "K" [1, 2, 4, 8, 16]\n'
+          '  y-axis "nats/token"')
+    for row in rows:
+        print(f"  line [0, {', '.join(cell.split()[0].lstrip('+') for cell in row[3:])}]")
+    print("```\n\nLines, from the first: " + "; ".join(f"{row[0]}, {row[1]}" for row in rows))
 
 
 def run(argv):
@@ -340,7 +351,7 @@ def run(argv):
         z, stats = tadm.sample(
             model, args.num, seq_len, steps, args.refresh_every, prompt.to(device), args.remask,
             args.temperature, args.top_p, torch.Generator(device).manual_seed(args.seed),
-            watch,
+            watch, args.spacing,
         )
     except ValueError as e:
         raise UserError(str(e)) from None
