@@ -301,12 +301,13 @@ def compare(args, device):
     show("The bound at K = 1, and what staleness adds to it, against T", table, args.markdown)
 
     columns = [name for name in columns if name in ("stories", "sentences", "perplexity", "entropy")]
-    table = [["model", "T", "remask", "K", *columns]]
+    table = [["model", "T", "remask", "K", "spacing", *columns]]
     for name in progress(models):
         for T, remask in ((L // 4, "cap"), (2 * L, "loop")):
-            for K in (1, 8) if name in anchored else (1,):
-                row = row_of(name, T, K, remask=remask, top_p=0.9)
-                table.append([name, str(T), remask, str(K), *(f"{row[c]:.2f}" for c in columns)])
+            for K, spacing in [(1, "even"), *(policies[4:] if name in anchored else ())]:
+                row = row_of(name, T, K, spacing, remask=remask, top_p=0.9)
+                cells = (f"{row[c]:.2f}" for c in columns)
+                table.append([name, str(T), remask, str(K), spacing, *cells])
     show("The samplers of the paper: nucleus 0.9, cap for T < L, loop for T >= L", table, args.markdown)
     print(LEGEND.format(n=single, ref=reference, num=num, canvases=len(x)))
     return 0
