@@ -96,120 +96,111 @@ def prompt_canvas(text, tokenizer, seq_len):
 class Watch:
     """A callback of tadm.sample that keeps what happens to the first canvas, and shows it if live.
 
-    frames: after each step its canvas, the anchor's age, and for each token how much the fusion
-    corrected the anchor in the last prediction, |g * Delta| / |h| (None without a fusion). In a terminal
-    hidden tokens are blocks, new ones bright, remasked ones red, corrected ones on blue. Elsewhere one
-    plain line is printed at every anchor refresh and at the end.
+    frames: after each step, its canvas and the canvas that the anchor saw. Where they differ, the
+    anchor is stale: words that it has not seen are bright green, words masked again since are red.
+    Without a terminal, one plain line is printed at every refresh and at the end.
     """
 
     def __init__(self, model, tokenizer, canvas, steps, live):
         self.vocab, self.steps, self.live, self.slept = tokenizer.vocab, steps, live, 0.0
-        self.frames, self.size, self.summed = [(canvas, 0, None)], None, []
+        self.frames, self.anchored = [(canvas, canvas)], model.depths[0] > 0
         self.terminal, self.pause = sys.stdout.isatty(), min(0.1, 10 / max(1, steps))
-        self.fusion, self.anchored = getattr(model, "fusion", None), model.depths[0] > 0
-        if self.fusion is not None:
-            self.fusion.register_forward_hook(self.measure)
-        if isinstance(self.fusion, tadm.GatedFusion):  # h + g * Delta goes into its last norm
-            self.fusion.norm_out.register_forward_hook(lambda _, args, out: self.summed.append(args[0]))
         try:
-            "█⚓·".encode(sys.stdout.encoding or "ascii")
-            self.block, self.mark, self.end = " ███", "⚓", " ·"
+            "█·".encode(sys.stdout.encoding or "ascii")
+            self.block, self.end = " ███", " ·"
         except UnicodeError:
-            self.block, self.mark, self.end = " ###", "*", " ."
-
-    def measure(self, fusion, args, out):  # args: c, h of a gated, c, c_cached, h of a paired fusion
-        h, fused = args[1 if self.summed else 2], self.summed.pop() if self.summed else out
-        self.size = ((fused - h)[0].norm(dim=-1) / h[0].norm(dim=-1)).tolist()
+            self.block, self.end = " ###", " ."
 
     def __call__(self, step, z, age):
-        before, shown = self.frames[-1][0], z[0].tolist()
-        if self.size and age == 0 and isinstance(self.fusion, tadm.PairedFusion):
-            self.size = [0.0] * len(shown)  # a fresh anchor: M = 0, the fusion does not run
-        self.frames.append((shown, age, self.size))
-        size, mark = self.size or [0.0] * len(shown), " " if age else self.mark
-        head = f"step {step + 1:>4}/{self.steps}" + (
-            f"  anchor age {age:>3} {mark}" if self.anchored else "") + (
-            f"  correction {sum(size) / len(size):.2f}" if self.size else "")
+        canvas, saw = self.frames[-1]
+        if age == 0 or not self.anchored:  # a fresh anchor has seen the canvas before this step
+            saw = canvas
+        canvas = z[0].tolist()
+        self.frames.append((canvas, saw))
+        head = f"step {step + 1:>4}/{self.steps}" + f"  anchor age {age:>3}" * self.anchored
         if self.live and self.terminal:
-            body = "".join(map(self.cell, before, shown, size))
-            print(f"\x1b[H\x1b[J{head}\n{body}\x1b[0m", flush=True)
+            colors = {"mask": "2", "again": "31", "new": "1;92", "seen": "0"}
+            words = (f"\x1b[0;{colors[self.state(t, old)]}m{self.text(t)}" for t, old in zip(canvas, saw))
+            print(f"\x1b[H\x1b[J{head}\n{''.join(words)}\x1b[0m", flush=True)
             time.sleep(self.pause)
             self.slept += self.pause
         elif self.live and (age == 0 or step + 1 == self.steps):
-            print(head + " |" + "".join(map(self.text, shown)))
+            print(head + " |" + "".join(map(self.text, canvas)))
+
+    def state(self, token, saw):
+        mask = len(self.vocab)
+        if token == mask:
+            return "mask" if saw == mask else "again"
+        return "seen" if saw == token else "new"
 
     def text(self, token):
         if token == len(self.vocab):
             return self.block
         return self.end if token == 0 else self.vocab[token].replace("\n", " ")
 
-    def cell(self, old, new, size):
-        hidden = new == len(self.vocab)
-        color = "2" if old == new and hidden else "31" if hidden else "0" if old == new else "1;92"
-        blue = f";48;5;{16 + min(5, int(2.5 * size))}" if size >= 0.4 else ""  # the brightest from 2 on
-        return f"\x1b[0;{color}{blue}m{self.text(new)}"
+
+STYLE = """svg{--bg:#fff;--fg:#1f2328;--dim:#59636e;--mask:#d1d9e0;--new:#1a7f37;--red:#cf222e;--due:#0969da}
+@media(prefers-color-scheme:dark){svg{--bg:#0d1117;--fg:#f0f6fc;--dim:#9198a1;--mask:#3d444d;--new:#3fb950;
+--red:#f85149;--due:#4493f8}}
+text{font:14px ui-monospace,monospace;fill:var(--fg)}.bg{fill:var(--bg)}.dim{fill:var(--dim)}
+.mask{fill:var(--mask)}.again{fill:var(--red)}.new{fill:var(--new);font-weight:bold}.dot{fill:var(--due)}
+path{stroke:var(--dim)}.due{stroke:var(--due);stroke-width:3}"""
 
 
-STYLE = """svg{--bg:#fff;--fg:#1f2328;--dim:#6e7781;--mask:#d0d7de;--new:#1a7f37;--red:#cf222e;--fix:#0969da}
-@media(prefers-color-scheme:dark){svg{--bg:#0d1117;--fg:#e6edf3;--dim:#8b949e;--mask:#30363d;--new:#3fb950;
---red:#f85149;--fix:#58a6ff}}
-text{font:13px ui-monospace,monospace;fill:var(--fg)}.d{fill:var(--dim)}.b{fill:var(--bg)}.m{fill:var(--mask)}
-.c{fill:var(--fix)}.p{font-weight:bold}.n{animation:n 1.5s both}.r{fill:var(--red);animation:r 1.5s both}
-path{fill:none;stroke:var(--dim)}.a{stroke:var(--fix);stroke-width:2}
-@keyframes n{0%,40%{fill:var(--new);font-weight:bold}}
-@keyframes r{from{opacity:0}1%{opacity:1}to{opacity:0}}"""
+def svg(watch, head, seconds=14, pause=4):
+    """The frames of a Watch as an SVG that plays again and again: no script, all text escaped."""
+    n, W, mask = len(watch.frames) - 1, 480, len(watch.vocab)
+    total = seconds + pause
 
+    def share(j):  # of the whole time, when frame j is shown
+        return f"{j / n * seconds / total:.4f}".rstrip("0").rstrip(".") or "0"
 
-def svg(watch, head, seconds=12):
-    """The frames of a Watch as one animated SVG (str): no script, all text escaped, the last frame stays."""
-    frames, mask, n, W = watch.frames, len(watch.vocab), len(watch.frames) - 1, 900
-    most = max((max(size) for _, _, size in frames if size), default=0)
-    parts, x, y, stride = [], 20, 60, 1 + n * len(frames[0][0]) // 40_000  # bounds the size of the file
+    def animate(name, values, times, mode):
+        values, times = ";".join(map(str, values)), ";".join(times)
+        return (f'<animate attributeName="{name}" values="{values}" keyTimes="{times}" '
+                f'dur="{total}s" repeatCount="indefinite" calcMode="{mode}"/>')
 
-    def when(j, attribute='begin="{}s"'):
-        return attribute.format(f"{j * seconds / n:.2f}")
-
-    def run(attribute, values, mode="discrete"):
-        return (f'<animate attributeName="{attribute}" values="{";".join(map(str, values))}" '
-                f'dur="{seconds}s" fill="freeze" calcMode="{mode}"/>')
-
-    for place, canvas in enumerate(zip(*(canvas for canvas, _, _ in frames))):
-        words = {token: "·" if token == 0 else "".join(c if c.isprintable() else "·" for c in
-                 watch.vocab[token].strip(" ")) for token in {*canvas} - {mask}}
-        width = 8 + 7.8 * max(4, *map(len, words.values()), 0)
-        x, y = (20, y + 40) if x + width > W - 20 else (x, y)
-        box = f'x="{x:.0f}" width="{width:.0f}"'
-        begins = [0, *(j for j in range(1, n + 1) if canvas[j] != canvas[j - 1])]
-        for j, end in itertools.zip_longest(begins, begins[1:]):  # one element for each stay of a token
-            on = f'<set attributeName="opacity" to="1" {when(j)} fill="freeze"/>' if j else ""
-            off = f'<set attributeName="opacity" to="0" {when(end)} fill="freeze"/>' if end else ""
-            delay, opacity = when(j, 'style="animation-delay:{}s"'), 'opacity="0"' if j else ""
-            if canvas[j] == mask:
-                parts.append(f'<rect class="m" {box} y="{y}" height="20" rx="3" {opacity}>{on}{off}</rect>')
-                parts += [f'<rect class="r" {box} y="{y}" height="20" rx="3" {delay}/>'] if j else []
+    parts, x, y = [], 15, 72
+    for place in range(len(watch.frames[0][0])):
+        history = [(canvas[place], saw[place]) for canvas, saw in watch.frames]
+        states = [(watch.state(*pair), pair[0]) for pair in history]
+        words = {t: "·" if t == 0 else watch.vocab[t].strip(" ") for t in {t for t, _ in history} - {mask}}
+        words = {t: "".join(c if c.isprintable() else "·" for c in word) for t, word in words.items()}
+        width = 8.4 * max(3, *map(len, words.values()), 0)
+        x, y = (15, y + 26) if x + width > W - 15 else (x, y)
+        begin = 0
+        for (state, token), run in itertools.groupby(states):  # one element for each stay
+            end = begin + len(list(run))
+            times, values = [share(begin)], [1]
+            if begin:
+                times, values = ["0", *times], [0, *values]
+            if end <= n:
+                times, values = [*times, share(end)], [*values, 0]
+            change = animate("opacity", values, times, "discrete") if len(values) > 1 else ""
+            at, hidden = f'x="{x:.0f}" y="{y}"', ' opacity="0"' * (end <= n)  # still: the last frame
+            if token == mask:
+                box = f'width="{width:.0f}" height="14" rx="3"'
+                parts.append(f'<rect class="{state}" {at} {box}{hidden}>{change}</rect>')
             else:
-                word, kind = words[canvas[j]], f'class="n" {delay} {opacity}' if j else 'class="p"'
-                fit = f'textLength="{7.8 * len(word):.0f}" lengthAdjust="spacingAndGlyphs"'
-                word = html.escape(word) + on + off
-                parts.append(f'<text x="{x + 4:.0f}" y="{y + 15}" {fit} {kind}>{word}</text>')
-        if most:
-            bars = [round(10 * size[place] / most) if size else 0 for _, _, size in frames[::stride]]
-            parts.append(f'<rect class="c" {box} y="{y + 22}" height="0">{run("height", bars)}</rect>')
-        x += width + 4
-    y, ages = y + 100, [age if watch.anchored else 0 for _, age, _ in frames[1:]]
-    xs, ys = [20 + (W - 40) * j / n for j in range(n + 1)], [y - 36 * age / max(1, *ages) for age in ages]
-    saw = "".join(f"L{a:.1f} {b:.1f}H{c:.1f}" for a, b, c in zip(xs, ys, xs[1:]))
-    due = "".join(f"M{a:.1f} {y + 4}v8" for a, age in zip(xs, ages) if age == 0 and watch.anchored)
-    key = f"; bars: correction of the stale anchor, |g ⊙ Δ| / |h|, at most {most:.2f}" if most else ""
-    plot = f"age of the anchor, 0 to {max(ages)} steps; blue marks: the anchor is due"
+                fit = f'textLength="{8.4 * len(words[token]):.0f}" lengthAdjust="spacingAndGlyphs"'
+                at = f'x="{x:.0f}" y="{y + 12}"'
+                word = html.escape(words[token])
+                parts.append(f'<text class="{state}" {at} {fit}{hidden}>{word}{change}</text>')
+            begin = end
+        x += width + 8
+    y += 56
+    due = [j for j in range(n) if watch.frames[j + 1][1] is watch.frames[j][0]] if watch.anchored else []
+    xs = [15 + (W - 30) * j / n for j in range(n + 1)]
+    marks = "".join(f"M{xs[j]:.1f} {y - 7}v14" for j in due)
+    dot = animate("cx", [xs[0], xs[-1], xs[-1]], ["0", share(n), "1"], "linear")
+    key = "green: the anchor has not seen it; red: masked again" if watch.anchored else "no anchor"
     return f'''<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {W} {y + 40}"><style>{STYLE}</style>
-<rect class="b" width="{W}" height="{y + 40}" rx="8"/><text x="20" y="28" class="p">{html.escape(head)}</text>
-<text x="20" y="48" class="d">grey: masked, green: new, red: remasked{key}</text>
+<rect class="bg" width="{W}" height="{y + 40}" rx="8"/><text x="15" y="26">{html.escape(head)}</text>
+<text x="15" y="48" class="dim">{key}</text>
 {"".join(parts)}
-<text x="20" y="{y - 46}" class="d">{plot if watch.anchored else "no anchor"}</text>
-<path d="M20 {y}{saw}"/><path class="a" d="{due}"/>
-<circle class="c" r="5">{run("cx", (20, W - 20), "linear")}{run("cy", [f"{v:.0f}" for v in ys])}</circle>
-<text x="20" y="{y + 28}" class="d">t = 1</text><text x="{W - 60}" y="{y + 28}" class="d">t = 0</text></svg>
+<path d="M15 {y}H{W - 15}"/><path class="due" d="{marks}"/><circle class="dot" cx="{xs[-1]}" cy="{y}" r="6">{dot}</circle>
+<text x="15" y="{y + 28}" class="dim">t = 1</text><text x="{W - 60}" y="{y + 28}" class="dim">t = 0</text>
+<text x="{W / 2 - 110:.0f}" y="{y + 28}" class="dim">{"blue: the anchor is computed" if watch.anchored else ""}</text></svg>
 '''
 
 
@@ -340,6 +331,8 @@ def run(argv):
     steps = None if args.one_by_one else args.steps or 2 * seq_len
     prompt = prompt_canvas(args.prompt, tokenizer, seq_len)
     n_steps = steps or int((prompt == model.mask_id).sum())
+    if args.svg and args.num > 1:
+        args.num = 1  # one canvas is drawn, so that its calls are counted
     if args.svg and not args.svg.endswith(".svg"):
         raise UserError(f"--svg {args.svg}: the name must end in .svg")
     if args.svg and not 1 <= n_steps <= 1000:
@@ -362,9 +355,10 @@ def run(argv):
     print(f"{stats['steps']} steps, {stats['anchor_calls']} anchor calls, "
           f"{stats['denoiser_calls']} denoiser calls, {speed:,.0f} tokens/s")
     if args.svg:
-        anchors = f"K = {args.refresh_every}, {stats['anchor_calls']} anchor calls, " if watch.anchored else ""
-        picture = svg(watch, f"{stats['steps']} reverse steps: {anchors}{stats['denoiser_calls']} denoiser calls"
-                             + f" (of the {args.num} texts together)" * (args.num > 1))
+        head = f"{stats['steps']} reverse steps"
+        if watch.anchored:
+            head += f", {stats['anchor_calls']} anchor calls"
+        picture = svg(watch, head)
         if len(picture) > 300_000:
             raise UserError(f"--svg: {len(picture) // 1000} KB are too much for a picture: lower --steps")
         write_file(args.svg, "--svg", lambda part: part.write_text(picture, encoding="utf-8"))

@@ -2073,77 +2073,60 @@ def watched(model, steps=9, live=False, **options):
 
 
 def test_script_watch(capsys):
-    """Blocks for hidden tokens, bright for new ones, red for remasked ones, a mark at a refresh."""
+    """Blocks for masks, green for words that the anchor has not seen, red for words masked again."""
     watch = sample_script.Watch(untrained("TADM"), train_toy.Tokenizer(VOCAB[:3]), [3, 3, 2, 2], 9, True)
-    watch.terminal, watch.pause, watch.size = True, 0, [0.0, 0.5, 3.0, 0.1]
-    watch(0, torch.tensor([[1, 3, 3, 2]]), 0)
-    head, body = capsys.readouterr().out.split("\n")[:2]
-    assert "step    1/9" in head and "age   0" in head and watch.mark in head and "correction 0.90" in head
-    cells = re.findall(r"\x1b\[0;([\d;]+)m([^\x1b]*)", body)
-    assert cells == [("1;92", "One"), ("2;48;5;17", watch.block), ("31;48;5;21", watch.block), ("0", " day")]
-    watch(1, torch.tensor([[1, 3, 3, 2]]), 1)
-    head = capsys.readouterr().out.split("\n")[0]
-    assert "age   1" in head and watch.mark not in head
-
-
-@torch.no_grad()
-def test_script_watch_measures_the_correction():
-    """|g * Delta| / |h| of the last prediction, from the fusion's own parts."""
-    model = random_model("TADM", vocab_size=7)
-    watch, _, _ = watched(model, 12, refresh_every=4)
-    assert len(watch.frames) == 13 and [age for _, age, _ in watch.frames[1:]] == [0, 1, 2, 3] * 3
-    for j, (canvas, _, size) in enumerate(watch.frames[1:]):
-        before = torch.tensor([watch.frames[j][0]])
-        if before[0].tolist() == canvas:
-            continue  # nothing revealed, so perhaps no prediction
-        parts = np_fusion(weights(model), *(v.double().numpy() for v in (
-            model.embed(before), model.refresh(torch.tensor([watch.frames[j // 4 * 4][0]])))), "fusion.")
-        truth = np.linalg.norm(parts["gate"] * parts["delta"], axis=-1) / np.linalg.norm(parts["h"], axis=-1)
-        assert np.allclose(size, truth[0], atol=1e-3), f"step {j}: size of the correction"
-    post = shaken(reference.PostTrained(random_model("MDLM", vocab_size=7), 1, 1, 4))
-    for K in (4, 12):
-        watch, _, _ = watched(post, 12, refresh_every=K)
-        for _, age, size in watch.frames[1:]:
-            assert age > 0 or not any(size or []), "Eq. 55: a fresh anchor is not corrected"
-    assert max(watch.frames[-1][2]) > 0, "Eq. 54: the anchor of the empty canvas is, at the last word"
-    watch, _, _ = watched(random_model("MDLM", vocab_size=7), 12)
-    assert watch.frames[-1][2] is None, "no fusion, no correction"
+    watch.terminal, watch.pause = True, 0
+    for step, canvas, age, colors in ((0, [1, 3, 3, 2], 0, ["1;92", "2", "31", "0"]),
+                                      (1, [1, 2, 3, 2], 1, ["1;92", "1;92", "31", "0"]),
+                                      (2, [1, 2, 3, 2], 0, ["0", "0", "2", "0"])):
+        watch(step, torch.tensor([canvas]), age)
+        head, body = capsys.readouterr().out.split("\n")[:2]
+        assert f"step    {step + 1}/9  anchor age   {age}" in head
+        text = {1: "One", 2: " day", 3: watch.block}
+        assert re.findall(r"\x1b\[0;([\d;]+)m([^\x1b]*)", body) == list(zip(colors, map(text.get, canvas)))
 
 
 @pytest.mark.parametrize("kind", ["TADM", "ADLM", "MDLM"])
 @pytest.mark.parametrize("remask", ["none", "rescale"])
 def test_script_svg(kind, remask):
-    """Well-formed and without markup from the text; replayed to its end it shows the final canvas."""
-    watch, z, _ = watched(random_model(kind, vocab_size=7), 90, refresh_every=4, remask=remask, eta=0.9)
+    """Well-formed, without markup from the text; what is shown at any time is that frame."""
+    watch, z, _ = watched(random_model(kind, vocab_size=7), 30, refresh_every=4, remask=remask, eta=0.9)
     picture = sample_script.svg(watch, 'K < 4 & "more"')
     root = xml.etree.ElementTree.fromstring(picture)
     name = "{http://www.w3.org/2000/svg}"
     assert {e.tag.removeprefix(name) for e in root.iter()} <= {
-        "svg", "style", "rect", "text", "set", "animate", "path", "circle"}, "no markup from the text"
+        "svg", "style", "rect", "text", "animate", "path", "circle"}, "no markup from the text"
     assert not any(k.startswith("on") or "href" in k for e in root.iter() for k in e.attrib), "no script"
-    texts = [(e, e.text) for e in root.iter(f"{name}text")]
-    assert texts[0][1] == 'K < 4 & "more"', "the caption is escaped"
-    moves = {e.get("attributeName"): e.get("values").split(";") for e in root.iter(f"{name}animate")}
-    assert len(moves["cy"]) == 90, "one position of the dot for every step"
-    marks = [float(x) for x in re.findall(r"M([\d.]+)", root.find(f"{name}path[@class='a']").get("d"))]
-    due = [20 + 860 * j / 90 for j in range(0, 90, 4)] if kind != "MDLM" else []
-    assert np.allclose(marks, due, atol=0.06), "ceil(90 / 4) anchors are due, at steps 0, 4, ..; MDLM has none"
-    assert ("height" in moves) == (kind == "TADM"), "bars for a fusion's correction only"
-
-    def shown(e):  # after the last of its <set>s, which must come in order
-        times = [float(switch.get("begin")[:-1]) for switch in e.findall(f"{name}set")]
-        assert times == sorted(times) and max(times, default=0) <= 12
-        return ([e.get("opacity", "1")] + [s.get("to") for s in e.findall(f"{name}set")])[-1] == "1"
-
-    final = [text or "" for e, text in texts if e.get("textLength") and shown(e)]
+    assert root.find(f"{name}text").text == 'K < 4 & "more"', "the caption is escaped"
+    sizes = [int(px) for px in re.findall(r"(\d+)px", picture)]
+    assert min(sizes) * 360 / float(root.get("viewBox").split()[2]) >= 9, "legible on a phone"
+    marks = [float(x) for x in re.findall(r"M([\d.]+)", root.find(f"{name}path[@class='due']").get("d"))]
+    due = [15 + 450 * j / 30 for j in range(0, 30, 4)] if kind != "MDLM" else []
+    assert np.allclose(marks, due, atol=0.06), "anchors are due at steps 0, 4, ..; MDLM has none"
     word = {0: "·", 3: "<script>alert('1')</script>", 4: '&"]]>', 5: "··", 6: "·"}
-    assert final == [word.get(token, VOCAB[token].strip()) for token in z], "the last frame stays"
-    masked = [e for e in root.iter(f"{name}rect") if e.get("class") == "m"]
-    assert len(masked) >= 6 and not any(map(shown, masked)), "no mask is left"
-    remasked = sum(e.get("class") == "r" for e in root.iter(f"{name}rect"))
-    steps = itertools.pairwise(canvas for canvas, _, _ in watch.frames)
-    assert remasked == sum(b == 7 != a for before, after in steps for a, b in zip(before, after))
-    assert remasked > 0 or remask == "none"
+    elements = [e for e in root if e.get("class") in ("mask", "again", "new", "seen")]
+
+    def shown(time):  # state and word of the elements that are visible then; None: without animation
+        for e in elements:
+            change, opacity = e.find(f"{name}animate"), e.get("opacity", "1")
+            if change is not None and time is not None:
+                times = [float(t) for t in change.get("keyTimes").split(";")]
+                assert times[0] == 0 and times == sorted(times) and change.get("repeatCount") == "indefinite"
+                opacity = change.get("values").split(";")[sum(t <= time for t in times) - 1]
+            if opacity == "1":
+                yield e.get("class"), e.text
+
+    for j, (canvas, saw) in enumerate(watch.frames):
+        truth = []
+        for token, old in zip(canvas, saw):
+            masked = ("mask" if old == 7 else "again", None)
+            text = word.get(token, VOCAB[token].strip() if token < 7 else None)
+            truth.append(masked if token == 7 else ("seen" if old == token else "new", text))
+        time = (j + 0.5) / 30 * 14 / 18 if j < 30 else 0.99
+        assert list(shown(time)) == truth, f"frame {j}"
+    assert list(shown(None)) == truth, "without animation: the last frame"
+    classes = {e.get("class") for e in elements}
+    assert z == canvas and {"mask", "new"} <= classes and ("again" in classes) == (remask != "none")
 
 
 def test_script_writes_a_picture(tales, tmp_path, capsys):
@@ -2152,7 +2135,7 @@ def test_script_writes_a_picture(tales, tmp_path, capsys):
     assert sample_script.main([checkpoint, "--svg", str(path), "--steps", "1000", "--prompt", "The cat"]) == 0
     picture = path.read_text(encoding="utf-8")
     root = xml.etree.ElementTree.fromstring(picture)
-    assert len(picture) < 300_000 and "1000 reverse steps: K = 4" in "".join(root.itertext())
+    assert len(picture) < 300_000 and "1000 reverse steps" in "".join(root.itertext())
     main = sample_script.main
     assert ".svg" in wrong(main, [checkpoint, "--svg", checkpoint], capsys)
     assert "1000 steps" in wrong(main, [checkpoint, "--svg", path, "--steps", 1001], capsys)
