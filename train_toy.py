@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 import warnings
@@ -64,8 +65,8 @@ def explained(message, *kinds):
     except UserError:
         raise
     except kinds as e:
-        reason = getattr(e, "strerror", None) or f"{e or type(e).__name__}".strip().split("\n")[0]
-        raise UserError(f"{message} ({reason})") from None
+        reason = getattr(e, "strerror", None) or f"{e}" or type(e).__name__
+        raise UserError(f"{message} ({' '.join(reason.split())[:200]})") from None
 
 
 def posttrained(config, naive=False):
@@ -580,8 +581,9 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
             raise UserError(f"the loss is not finite at step {step}; "
                             f"{last if saved else 'no checkpoint yet'}; try a smaller --lr or --gamma")
 
+    in_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
     handlers = {number: signal.signal(number, lambda *_: stops.append(1))
-                for number in (signal.SIGINT, signal.SIGTERM)}
+                for number in (signal.SIGINT, signal.SIGTERM) if in_main_thread}
     bar = tqdm(total=args.steps, initial=start, mininterval=0.5, unit="step")
     try:
         for step in range(start + 1, args.steps + 1):
