@@ -468,9 +468,9 @@ def write_file(path, option, write, place=lambda path: path):
         part.replace(place(path))
 
 
-def free(pattern):
-    """The first path that is not taken. pattern: with {} for a number."""
-    paths = (Path(pattern.format(i)) for i in itertools.count(1))
+def free(folder, stem="", suffix=""):
+    """The first of FOLDER/STEM1SUFFIX, STEM2SUFFIX, ... that is not taken."""
+    paths = (folder / f"{stem}{i}{suffix}" for i in itertools.count(1))
     return next(path for path in paths if not path.exists())
 
 
@@ -567,11 +567,11 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
         """Where to save: an older file is kept, and that of another run is left alone."""
         nonlocal path
         if path.exists() and path.stat().st_mtime_ns != mine:
-            args.out = str(free(f"{path.parent}/{{}}"))
+            args.out = str(free(path.parent))
             tqdm.write(f"another run has written {path}: this one goes on in {args.out}")
             path = checkpoint_path(args)
         elif path.exists() and not saved:
-            old = path.replace(free(f"{path.parent}/{path.stem}.{{}}.pt"))
+            old = path.replace(free(path.parent, f"{path.stem}.", ".pt"))
             tqdm.write(f"{path} exists: kept as {old}")
         return path
 
