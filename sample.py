@@ -23,6 +23,7 @@ from train_toy import (
     UserError,
     build,
     evaluate,
+    explained,
     fail,
     load_checkpoint,
     load_data,
@@ -341,14 +342,12 @@ def run(argv):
     if args.watch or args.svg:
         watch = Watch(model, tokenizer, prompt.tolist(), n_steps, args.watch)
     begin = time.perf_counter()
-    try:
+    with explained("these options do not go together", ValueError):
         z, stats = tadm.sample(
             model, args.num, seq_len, steps, args.refresh_every, prompt.to(device), args.remask,
             args.temperature, args.top_p, torch.Generator(device).manual_seed(args.seed),
             watch, args.spacing,
         )
-    except ValueError as e:
-        raise UserError(str(e)) from None
     speed = per_second(z.numel(), begin + (watch.slept if watch else 0))
     for i, row in enumerate(z.tolist(), 1):
         print(f"[{i}] {tokenizer.decode(row)}\n")

@@ -1776,7 +1776,7 @@ TINY = ["--steps", "6", "--d-model", "16", "--n-heads", "2", "--n-anchor", "1", 
 
 @pytest.fixture
 def tales(tmp_path):
-    return ["--data", str(write_tales(tmp_path)), "--out", str(tmp_path / "my 'out'"), *TINY]
+    return ["--data", str(write_tales(tmp_path)), "--out", str(tmp_path / "my '{out}"), *TINY]
 
 
 def pasted(printed, before):
@@ -1803,7 +1803,7 @@ def test_script_trains_and_samples_from_end_to_end(tales, tmp_path, capsys, monk
     close(float(bound[2]) * characters, float(bound[1]) * x.numel(), 0.2, "nats of all canvases, either way")
     assert printed.count("sample (K = 8") == 4
     main, argv = pasted(printed, "now try: ")
-    checkpoint = str(tmp_path / "my 'out'" / "tadm.pt")
+    checkpoint = str(tmp_path / "my '{out}" / "tadm.pt")
     assert argv == [checkpoint, "--watch"]
     assert main([*argv, "--num", "2", "--steps", "5", "--refresh-every", "2"]) == 0
     printed = capsys.readouterr().out
@@ -1830,11 +1830,11 @@ def test_script_resume_equals_an_uninterrupted_run(tales, tmp_path, monkeypatch,
     """Ctrl-C after 3 of 6 steps, then --resume: the very same weights and averages."""
     if model == "posttrained":
         train_toy.main([*tales, "--model", "mdlm", "--n-anchor", "2"])
-        tales = ["--posttrain", str(tmp_path / "my 'out'" / "mdlm.pt"), *tales[2:6], *tales[-2:]]
+        tales = ["--posttrain", str(tmp_path / "my '{out}" / "mdlm.pt"), *tales[2:6], *tales[-2:]]
     else:
         tales += ["--model", model, "--gamma", "0.1", "--dtype", "bfloat16"]
     assert train_toy.main(tales) == 0
-    whole = train_toy.load_checkpoint(tmp_path / "my 'out'" / f"{model}.pt")
+    whole = train_toy.load_checkpoint(tmp_path / "my '{out}" / f"{model}.pt")
     name = "posttrain_loss" if model == "posttrained" else "t_anelbo"
     loss, calls = getattr(reference, name), []
 
@@ -1899,8 +1899,6 @@ def test_script_bad_input_to_posttrain(mdlm, tales, tmp_path, capsys):
     assert main([*argv, "--batch-size", "1"]) == 0, "a step whose anchors are all fresh"
     assert "gamma" in wrong(main, [*argv, "--gamma", 1], capsys)
     assert "no checkpoint" in wrong(main, [*argv, "--posttrain", "nowhere.pt"], capsys)
-    (tmp_path / "other.txt").write_text("another " * 500, encoding="utf-8")
-    assert "not what" in wrong(main, [*argv, "--data", tmp_path / "other.txt"], capsys)
     assert "--naive" in wrong(sample_script.main, [f"{out}/mdlm.pt", "--naive"], capsys)
     assert main(tales) == 0
     assert "mdlm" in wrong(main, [*argv, "--posttrain", f"{out}/tadm.pt"], capsys)
@@ -1909,7 +1907,7 @@ def test_script_bad_input_to_posttrain(mdlm, tales, tmp_path, capsys):
 def test_script_samples_from_the_average(tales, tmp_path):
     """The EMA is an average of the weights, is what gets sampled, and is not the last weights."""
     train_toy.main(tales)
-    checkpoint = train_toy.load_checkpoint(tmp_path / "my 'out'" / "tadm.pt")
+    checkpoint = train_toy.load_checkpoint(tmp_path / "my '{out}" / "tadm.pt")
     model, _ = train_toy.build(checkpoint, "cpu")
     name = "denoiser.0.up.weight"
     assert torch.equal(model.state_dict()[name], checkpoint["ema"][name]), "sample from the EMA"
@@ -1940,7 +1938,7 @@ def test_script_stops_where_nothing_is_finite(tales, capsys, monkeypatch, tmp_pa
     assert train_toy.main(tales) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "step 4" in error and "tadm.pt (step 3)" in error
-    assert train_toy.load_checkpoint(tmp_path / "my 'out'" / "tadm.pt")["step"] == 3
+    assert train_toy.load_checkpoint(tmp_path / "my '{out}" / "tadm.pt")["step"] == 3
 
 
 def test_script_falls_back_to_the_built_in_stories(monkeypatch, capsys, tmp_path):
@@ -1948,7 +1946,7 @@ def test_script_falls_back_to_the_built_in_stories(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(train_toy, "TINYSTORIES", {
         "url": "http://127.0.0.1:9/x", "size": 1, "sha256": ""})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    args = ["--out", str(tmp_path / "my 'out'"), *TINY[:-4], "--model", "mdlm"]
+    args = ["--out", str(tmp_path / "my '{out}"), *TINY[:-4], "--model", "mdlm"]
     assert train_toy.main(args) == 0
     printed = capsys.readouterr()
     assert "could not be downloaded" in printed.err and "built-in stories" in printed.err
@@ -1987,8 +1985,6 @@ def test_script_bad_input_to_training(tales, tmp_path, capsys):
     assert "no checkpoint" in wrong(main, [*tales, "--resume"], capsys)
     main(tales)
     assert "--d-model" in wrong(main, [*tales, "--resume", "--d-model", 32], capsys)
-    (tmp_path / "tales.txt").write_text("another " * 500, encoding="utf-8")
-    assert "not what" in wrong(main, [*tales, "--resume"], capsys)
 
 
 def test_script_bad_input_to_sampling(tales, tmp_path, capsys):
@@ -2005,7 +2001,7 @@ def test_script_bad_input_to_sampling(tales, tmp_path, capsys):
     assert "not a checkpoint" in wrong(main, [tmp_path / "foreign.pt"], capsys)
     assert "not a checkpoint" in wrong(main, [tmp_path / "other.pt"], capsys)
     train_toy.main(tales)
-    path = tmp_path / "my 'out'" / "tadm.pt"
+    path = tmp_path / "my '{out}" / "tadm.pt"
     assert "shorten" in wrong(main, [path, "--prompt", "The cat " * 20], capsys)
     assert "'%'" in wrong(main, [path, "--prompt", "5%"], capsys)
     for flag, value in (("--num", 0), ("--steps", 0), ("--refresh-every", 0), ("--temperature", -1),
@@ -2131,7 +2127,7 @@ def test_script_svg(kind, remask):
 
 def test_script_writes_a_picture(tales, tmp_path, capsys):
     train_toy.main(tales)
-    path, checkpoint = tmp_path / "new" / "a.svg", str(tmp_path / "my 'out'" / "tadm.pt")
+    path, checkpoint = tmp_path / "new" / "a.svg", str(tmp_path / "my '{out}" / "tadm.pt")
     assert sample_script.main([checkpoint, "--svg", str(path), "--steps", "1000", "--prompt", "The cat"]) == 0
     picture = path.read_text(encoding="utf-8")
     root = xml.etree.ElementTree.fromstring(picture)
@@ -2153,21 +2149,21 @@ def test_script_keeps_earlier_checkpoints(tales, tmp_path):
     files = []
     for seed in "123":
         assert train_toy.main([*tales, "--seed", seed]) == 0
-        files.append((tmp_path / "my 'out'" / "tadm.pt").read_bytes())
-    kept = [(tmp_path / "my 'out'" / name).read_bytes() for name in ("tadm.1.pt", "tadm.2.pt", "tadm.pt")]
+        files.append((tmp_path / "my '{out}" / "tadm.pt").read_bytes())
+    kept = [(tmp_path / "my '{out}" / name).read_bytes() for name in ("tadm.1.pt", "tadm.2.pt", "tadm.pt")]
     assert kept == files, "nothing trained is ever lost"
-    assert len(list((tmp_path / "my 'out'").iterdir())) == 3, "no temporary file stays"
+    assert len(list((tmp_path / "my '{out}").iterdir())) == 3, "no temporary file stays"
 
 
 def test_script_never_saves_weights_that_are_not_finite(tales, tmp_path, capsys):
     """A huge learning rate breaks the weights after a loss that was still finite."""
     assert "not finite" in wrong(train_toy.main, [*tales, "--lr", "1e30"], capsys)
-    assert not (tmp_path / "my 'out'" / "tadm.pt").exists()
+    assert not (tmp_path / "my '{out}" / "tadm.pt").exists()
 
 
 def test_script_refuses_damaged_checkpoints(tales, tmp_path, capsys):
     train_toy.main(tales)
-    path = tmp_path / "my 'out'" / "tadm.pt"
+    path = tmp_path / "my '{out}" / "tadm.pt"
     good = train_toy.load_checkpoint(path)
     broken = good["ema"] | {"head.bias": good["ema"]["head.bias"] * math.nan}
     for change in ({"ema": broken}, {"ema": {}}, {"vocab": good["vocab"][:-1]}, {"model": "gpt"},
@@ -2179,8 +2175,9 @@ def test_script_refuses_damaged_checkpoints(tales, tmp_path, capsys):
     assert "damaged" in wrong(train_toy.main, [*tales, "--resume"], capsys)
 
 
-def test_script_data_may_move_but_not_change(mdlm, tales, tmp_path, capsys):
+def test_script_data_may_move_but_not_change(mdlm, tales, tmp_path, capsys, monkeypatch):
     """Whoever reads data for a checkpoint compares its contents, wherever it lies now."""
+    monkeypatch.setattr(train_toy, "report", lambda *_: None)
     posttrain, out = mdlm
     assert train_toy.main(posttrain) == 0
     path = (tmp_path / "tales.txt").rename(tmp_path / "moved.txt")
@@ -2198,7 +2195,7 @@ def test_script_data_may_move_but_not_change(mdlm, tales, tmp_path, capsys):
             assert "not what" in wrong(main, argv, capsys), argv
     path.write_text(text, encoding="utf-8")
     base = ["--posttrain", str(tmp_path / "base.pt"), *posttrain[2:], "--data", str(path), "--resume"]
-    moved = (tmp_path / "my 'out'" / "mdlm.pt").replace(tmp_path / "base.pt")
+    moved = (tmp_path / "my '{out}" / "mdlm.pt").replace(tmp_path / "base.pt")
     assert train_toy.main(base) == 0
     checkpoint = train_toy.load_checkpoint(moved)
     checkpoint["ema"]["head.bias"] += 1
@@ -2206,13 +2203,18 @@ def test_script_data_may_move_but_not_change(mdlm, tales, tmp_path, capsys):
     assert "was not made from" in wrong(train_toy.main, base, capsys)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_script_reads_a_pipe_once(tales, tmp_path):
-    pipe, text = tmp_path / "pipe", (tmp_path / "tales.txt").read_bytes()
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_bytes, args=[text], daemon=True)
-    writer.start()
-    assert train_toy.main([*tales, "--data", str(pipe)]) == 0
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="needs pipes with names")
+def test_script_reads_a_pipe_once_in_a_thread(tales, tmp_path):
+    """--data <(zcat FILE), started in a thread as by a web page, where no signal can be caught."""
+    reader, writer = os.pipe()
+    os.write(writer, (tmp_path / "tales.txt").read_bytes())
+    os.close(writer)
+    codes, argv = [], [*tales, "--data", f"/dev/fd/{reader}"]
+    run = threading.Thread(target=lambda: codes.append(train_toy.main(argv)))
+    run.start()
+    run.join()
+    os.close(reader)
+    assert codes == [0]
 
 
 def test_script_two_runs_in_one_folder(tales, tmp_path, capsys, monkeypatch):
@@ -2228,7 +2230,7 @@ def test_script_two_runs_in_one_folder(tales, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(reference, "t_anelbo", slow)
     assert train_toy.main(tales) == 0
-    printed, out = capsys.readouterr().out, tmp_path / "my 'out'"
+    printed, out = capsys.readouterr().out, tmp_path / "my '{out}"
     assert "another run" in printed and pasted(printed, "now try: ")[1][0] == str(out / "1" / "tadm.pt")
     for path, seed in ((out / "tadm.pt", 9), (out / "1" / "tadm.pt", 0)):
         checkpoint = train_toy.load_checkpoint(path)
@@ -2238,7 +2240,8 @@ def test_script_two_runs_in_one_folder(tales, tmp_path, capsys, monkeypatch):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full disk")
 def test_script_goes_on_without_outputs(tales, tmp_path, monkeypatch):
     """Closed, as by >&-, or on a full disk: exit code 1 if output was lost, and all weights saved."""
-    path = str(tmp_path / "my 'out'" / "tadm.pt")
+    path = str(tmp_path / "my '{out}" / "tadm.pt")
+    monkeypatch.setattr(train_toy, "report", lambda *_: None)
     for out, err in ((None, "/dev/full"), ("/dev/full", None), (None, None)):
         for main, argv, lost in ((train_toy.main, tales, out or err),
                                  (sample_script.main, [path, "--watch", "--num", "1", "--steps", "3"], out)):
@@ -2252,11 +2255,11 @@ def test_script_goes_on_without_outputs(tales, tmp_path, monkeypatch):
 
 def test_script_compile_without_a_compiler(tales, capsys, monkeypatch):
     def fails(_):
-        raise type("CompileError", (Exception,), {"__module__": "torch._dynamo.exc"})("No g++\nmore")
+        raise torch._dynamo.exc.TorchDynamoException("No\ng++" + " and more" * 99)
 
     monkeypatch.setattr(torch.nn.Module, "compile", fails)
     line = wrong(train_toy.main, [*tales, "--compile"], capsys)
-    assert "(No g++): leave it off" in line
+    assert "leave it off (No g++ and" in line and len(line) < 300
 
 
 # ---------------------------------------------------------------- homework and test vectors

@@ -23,11 +23,11 @@ import os
 import random
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 import warnings
@@ -51,6 +51,22 @@ class UserError(Exception):
 
 class DownloadError(UserError):
     """No network, or not the expected file."""
+
+
+def fail(message):
+    raise UserError(message)
+
+
+@contextlib.contextmanager
+def explained(message, *kinds):
+    """Exceptions of these kinds become one line: the message, and the reason in brackets."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as e:
+        reason = getattr(e, "strerror", None) or f"{e}" or type(e).__name__
+        raise UserError(f"{message} ({' '.join(reason.split())[:200]})") from None
 
 
 def posttrained(config, naive=False):
@@ -259,12 +275,12 @@ def download(url, size, sha256, folder, timeout=10):
 
 def read_stories(path):
     """The stories of a UTF-8 text file, or its whole text where there are no separators."""
-    try:
+    text = "\0"
+    with (
+        explained(f"cannot read the data file {path}", OSError),
+        contextlib.suppress(UnicodeDecodeError),
+    ):
         text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        text = "\0"
-    except OSError as e:
-        raise UserError(f"cannot read the data file {path}: {e.strerror}") from None
     if "\0" in text:
         raise UserError(f"the data file {path} is not UTF-8 text")
     stories = [s.strip() for s in text.split(END)]
@@ -339,8 +355,9 @@ DEFAULTS = {"model": "tadm", "data": "tinystories", "preset": "cpu", "gamma": 0.
             "device": "auto", "compile": False, "out": "out", "resume": False}
 FREE_TO_CHANGE = {"resume", "steps", "out", "device", "compile"}  # when a run is resumed
 FILES = {"data", "posttrain"}  # may have moved: what is in them decides
-OF_THE_BASE = ("model", "preset", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor",
-               "n_denoiser", "anchors")
+NO_EFFECT = {"mdlm": {"anchors", "gamma"}, "posttrained": {
+    "model", "preset", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor", "n_denoiser",
+    "anchors", "gamma"}}
 
 
 def number(kind, low, high=math.inf):
@@ -390,10 +407,6 @@ def parse(argv):
     return vars(parser.parse_args(argv))
 
 
-def fail(message):
-    raise UserError(message)
-
-
 def settings(given):
     """All options: the defaults, the preset, those of a checkpoint, and those given last.
 
@@ -404,10 +417,10 @@ def settings(given):
         if os.path.isfile(given[name]) and given[name] not in ("stories", "tinystories"):
             given[name] = os.path.realpath(given[name])
     args, checkpoint, base = DEFAULTS | PRESETS[given.get("preset", "cpu")], None, None
+    model = "posttrained" if "posttrain" in given else given.get("model")
+    for name in NO_EFFECT.get(model, set()) & given.keys():
+        fail(f"--{name.replace('_', '-')} has no effect on a {model} model: leave it out")
     if "posttrain" in given:
-        for name in OF_THE_BASE:
-            if name in given:
-                fail(f"--{name.replace('_', '-')} has no effect with --posttrain: leave it out")
         base = load_checkpoint(given["posttrain"])
         n_anchor = build(base, "cpu")[0].config.n_anchor
         if base["model"] != "mdlm" or n_anchor < 2:
@@ -417,11 +430,7 @@ def settings(given):
     elif given.get("data") == "stories":
         args |= STORIES
     args |= given
-    if args["model"] == "mdlm" and "anchors" in given:
-        fail("--anchors has no effect with --model mdlm, which has none: leave it out")
-    args.setdefault("anchors", "fresh" if args["model"] == "adlm" else "stale")
-    if args["gamma"] > 0 and not hasattr(MODELS[args["model"]], "anchor_logits"):
-        fail(f"--gamma supervises an anchor, {args['model']} has none: leave it out")
+    args.setdefault("anchors", "fresh" if model == "adlm" else "stale")
     if args["resume"]:
         path = Path(args["out"]) / f"{args['model']}.pt"
         checkpoint = load_checkpoint(path)
@@ -444,12 +453,10 @@ def pick_device(name):
         cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
         name = "cuda" if cuda else "mps" if mps else "cpu"
         print(f"device: {name}")
-    try:
+    message = f"--device {name} cannot be used here: try --device cpu"
+    with explained(message, RuntimeError, AssertionError):
         torch.zeros(1, device=name).item()
         return torch.device(name)
-    except (RuntimeError, AssertionError) as e:
-        reason = str(e).splitlines()[0]
-        raise UserError(f"--device {name} cannot be used here ({reason}): try --device cpu") from None
 
 
 # ---------------------------------------------------------------------------- 5. checkpoints
@@ -458,30 +465,26 @@ def pick_device(name):
 def checkpoint_path(args):
     """OUT/MODEL.pt, in a folder that can be written. Raises UserError."""
     path = Path(args.out) / f"{args.model}.pt"
-    try:
+    with explained(f"cannot write {path}: choose another --out", OSError):
         temporary_folder(path).cleanup()
         if path.is_dir():
-            raise IsADirectoryError(0, f"{path} is a folder")
-    except OSError as e:
-        raise UserError(f"cannot write {path} ({e.strerror}): choose another --out") from None
+            raise IsADirectoryError(f"{path} is a folder")
     return path
 
 
 def write_file(path, option, write, place=lambda path: path):
     """Call write(another name), then rename that to place(path). Raises UserError."""
     path = Path(path)
-    try:
-        with temporary_folder(path) as folder:
-            part = Path(folder) / path.name
-            write(part)
-            part.replace(place(path))
-    except (OSError, RuntimeError) as e:
-        raise UserError(f"{option}: cannot write {path} ({e}): is it a folder, or the disk full?") from None
+    message = f"{option}: cannot write {path}: is it a folder, or the disk full?"
+    with explained(message, OSError, RuntimeError), temporary_folder(path) as folder:
+        part = Path(folder) / path.name
+        write(part)
+        part.replace(place(path))
 
 
-def free(pattern):
-    """The first path that is not taken. pattern: with {} for a number."""
-    paths = (Path(pattern.format(i)) for i in itertools.count(1))
+def free(folder, stem="", suffix=""):
+    """The first of FOLDER/STEM1SUFFIX, STEM2SUFFIX, ... that is not taken."""
+    paths = (folder / f"{stem}{i}{suffix}" for i in itertools.count(1))
     return next(path for path in paths if not path.exists())
 
 
@@ -489,30 +492,25 @@ def load_checkpoint(path):
     """The dict that train() wrote: plain types and tensors. Raises UserError."""
     if not os.path.isfile(path):
         raise UserError(f"there is no checkpoint {path}: train one with python train_toy.py")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's remarks on files that are not its own
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    message = f"{path} is not a checkpoint of this project, or of another version of it"
+    with explained(message, Exception), warnings.catch_warnings():  # torch raises all kinds
+        warnings.simplefilter("ignore")  # torch's remarks on files that are not its own
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if checkpoint["format"] != FORMAT:
-            raise ValueError
-    except PermissionError as e:
-        raise UserError(f"cannot read {path} ({e.strerror})") from e
-    except Exception as e:  # torch raises whatever it stumbles over
-        raise UserError(f"{path} is not a checkpoint of this project, or of this version") from e
+            raise ValueError("another format")
     return checkpoint
 
 
 def build(checkpoint, device):
     """The trained model (the EMA weights) and its tokenizer. Raises UserError."""
-    try:
+    message = "the checkpoint is damaged: its parts are missing or do not fit together"
+    with explained(message, Exception):
         model = MODELS[checkpoint["model"]](tadm.Config(**checkpoint["config"]))
         model.load_state_dict(checkpoint["ema"])
         tokenizer = Tokenizer(checkpoint["vocab"])
         needed = {"data", "model", "seq_len", "vocab_size"} - {*checkpoint["args"]}
         if needed or len(tokenizer.vocab) != model.mask_id or not finite(model):
             raise ValueError
-    except Exception as e:
-        raise UserError("the checkpoint is damaged: its parts are missing or do not fit") from e
     return model.to(device).eval(), tokenizer
 
 
@@ -594,14 +592,12 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
     data_hash = fingerprint(x_train, x_val, tokenizer)
     start, mine = 0, path.exists() and path.stat().st_mtime_ns
     if checkpoint:
-        try:
+        with explained(f"{path} is damaged: its parts are missing or do not fit", Exception):
             start = checkpoint["step"]
             model.load_state_dict(checkpoint["weights"])
             ema.load_state_dict(checkpoint["ema"])
             for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
-        except Exception as e:
-            raise UserError(f"{path} is damaged: its parts are missing or do not fit") from e
         print(f"resuming {path} at step {start}"
               + ", which was its last: raise --steps to train on" * (start >= args.steps))
     teacher = model.base if args.model == "posttrained" else None
@@ -639,18 +635,13 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
         """Where to save: an older file is kept, and that of another run is left alone."""
         nonlocal path
         if path.exists() and path.stat().st_mtime_ns != mine:
-            args.out = str(free(f"{path.parent}/{{}}"))
+            args.out = str(free(path.parent))
             tqdm.write(f"another run has written {path}: this one goes on in {args.out}")
             path = checkpoint_path(args)
         elif path.exists() and not saved:
-            old = path.replace(free(f"{path.parent}/{path.stem}.{{}}.pt"))
+            old = path.replace(free(path.parent, f"{path.stem}.", ".pt"))
             tqdm.write(f"{path} exists: kept as {old}")
         return path
-
-    def stop(*_):
-        if stops:  # the second Ctrl-C: at once, not after this step
-            raise KeyboardInterrupt
-        stops.append(1)
 
     def check(good, step):
         if not good:
@@ -658,7 +649,9 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
             raise UserError(f"the loss is not finite at step {step}; "
                             f"{last if saved else 'no checkpoint yet'}; try a smaller --lr or --gamma")
 
-    handlers = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    in_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
+    handlers = {number: signal.signal(number, lambda *_: stops.append(1))
+                for number in (signal.SIGINT, signal.SIGTERM) if in_main_thread}
     bar = tqdm(total=args.steps, initial=start, mininterval=0.5, unit="step")
     try:
         for step in range(start + 1, args.steps + 1):
@@ -703,18 +696,16 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
                 return None
     finally:
         bar.close()
-        for handler in handlers.items():
-            signal.signal(*handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return ema
 
 
 def sizes(args, vocab_size):
     """The Config of these options. Raises UserError."""
-    try:
+    with explained("these sizes do not fit", ValueError):
         return tadm.Config(vocab_size, args.seq_len or 1, args.d_model, args.n_heads,
                            args.n_anchor, args.n_denoiser)
-    except ValueError as e:
-        raise UserError(f"these sizes do not fit: {e}") from None
 
 
 def per_second(n, begin):
@@ -724,11 +715,10 @@ def per_second(n, begin):
 
 def command(script, *options):
     """A line that starts one of our scripts when it is pasted into this shell."""
-    python = Path(sys.executable)
-    python = python.name if shutil.which(python.name) == str(python) else python
-    script = script if os.path.exists(script) else Path(tadm.__file__).with_name(script)
+    if not os.path.exists(script):
+        script = Path(tadm.__file__).with_name(script)
     join = subprocess.list2cmdline if os.name == "nt" else shlex.join
-    return join(map(str, [python, script, *options]))
+    return join(map(str, [sys.executable, script, *options]))
 
 
 def step_generator(seed, step, device):
@@ -865,13 +855,9 @@ def run(argv):
         args = settings(given | {"data": "stories"})[0]
         x_train, x_val, tokenizer = load_data(args)
     x_train, x_val = x_train.to(device), x_val.to(device)
-    try:
+    failures = [torch._dynamo.exc.TorchDynamoException] if args.compile else []
+    with explained("--compile does not work here: leave it off", *failures):
         model = train(args, checkpoint, base, x_train, x_val, tokenizer)
-    except Exception as e:  # of many kinds: no C++ compiler, no Python headers, no home folder
-        if not args.compile or "dynamo" not in f"{type(e).__mro__} {e}".lower():
-            raise
-        reason = str(e).splitlines()[0]
-        raise UserError(f"--compile does not work here ({reason}): leave it off") from None
     if model is None:
         return 130
     with autocast(args, device):
