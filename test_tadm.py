@@ -2017,23 +2017,39 @@ def test_script_compare_agrees_with_direct_calls(mdlm, tales, capsys):
     paths = [f"{out}/{name}.pt" for name in ("tadm", "posttrained", "mdlm")]
     assert sample_script.main(["--compare", *paths, "--judge", paths[0], "--quick", "--markdown"]) == 0
     printed = capsys.readouterr().out
-    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in printed.splitlines() if "|" in line]
-    table = {tuple(row[:3]): dict(zip(rows[0], row)) for row in rows if row[1].isdigit()}
-    names = [paths[0], paths[1], f"{paths[1]}, naive"]
-    assert set(table) == {(n, str(K), "24") for n in names for K in (1, 2, 4, 8)} | {
-        (n, str(K), str(T)) for n in names for K in (1, 8) for T in (12, 24, 48)} | {
-        (paths[2], "1", str(T)) for T in (12, 24, 48)}
+    tables = []  # each a list of rows, the first one the head
+    for line in printed.splitlines():
+        row = [c.strip() for c in line.split("|")[1:-1]]
+        if row and row[0] == "model":
+            tables.append([])
+        if row and not row[0].startswith("---"):
+            tables[-1].append(row)
+    quality, by_k, by_t, samplers = tables
+    anchored = [paths[0], paths[1], f"{paths[1]}, naive"]
+    rows = {tuple(row[:3]): dict(zip(quality[0], row)) for row in quality[1:]}
+    both = [(str(K), spacing) for K in (2, 4, 8) for spacing in ("even", "log")]
+    assert set(rows) == {(n, "1", "even") for n in [*anchored, paths[2]]} | {(n, *b) for n in anchored for b in both}
     model, _ = train_toy.build(train_toy.load_checkpoint(paths[0]), "cpu")
     x = train_toy.load_data(options(data=tales[1], seq_len=12))[1]
-    nats = reference.bound(model, x, 24, 4, train_toy.step_generator(0, 0, "cpu")).mean()
-    row = table[paths[0], "4", "24"]
-    close(float(row["bound"]), float(nats), 0.01, "--compare: bound under K = 4 and T = 24")
-    z, stats = reference.sample(model, 16, 12, 24, 4, generator=train_toy.step_generator(0, 2, "cpu"))
-    close(float(row["layers"]), stats["layer_calls"] / 24 / 3, 0.01, "relative to the MDLM's 3 layers")
-    nats = reference.bound(model, z, None, generator=train_toy.step_generator(0, 3, "cpu")).mean()
-    close(float(row["perplexity"]) / math.exp(nats), 1, 0.02, "exp of the judge's bound on the samples")
-    assert row["stories"] == row["gap"] == "-", "no grammar, no truth to compare with"
-    assert table[paths[1], "1", "24"]["bound"] == table[names[2], "1", "24"]["bound"], "K = 1"
+
+    def noise(i):
+        return train_toy.step_generator(0, i, "cpu")
+
+    for spacing in ("even", "log"):
+        row = rows[paths[0], "4", spacing]
+        nats = reference.bound(model, x, 24, 4, noise(0), spacing=spacing).mean()
+        close(float(row["bound"]), float(nats), 0.01, f"--compare: bound under K = 4, T = 24, {spacing}")
+        z, stats = reference.sample(model, 16, 12, 24, 4, generator=noise(2), spacing=spacing)
+        close(float(row["layers"]), stats["layer_calls"] / 24 / 3, 0.01, "relative to the MDLM's 3 layers")
+        nats = reference.bound(model, z, None, generator=noise(3)).mean()
+        close(float(row["perplexity"]) / math.exp(nats), 1, 0.02, "exp of the judge's bound on the samples")
+    assert "stories" not in quality[0] and "gap" not in quality[0], "no grammar, no truth to compare with"
+    assert rows[anchored[1], "1", "even"]["bound"] == rows[anchored[2], "1", "even"]["bound"], "K = 1"
+    cost = reference.bound(model, x, 12, 8, noise(0)) - reference.bound(model, x, 12, 1, noise(0))
+    row = dict(zip(by_k[0], next(row for row in by_k if row[:2] == [paths[0], "even"])))
+    close(float(row["K = 8"].split()[0]), float(cost.mean()), 1e-3, "paired: what K = 8 adds at T = L")
+    close(float(row["K = 8"].split()[2]), float(cost.std()) / len(x) ** 0.5, 1e-3, "its standard error")
+    assert by_t[0][3:] == [f"T = {T}" for T in (1, 3, 12, 24, 48)] and len(samplers) == 1 + 3 * 6 + 2
     assert "xychart-beta" in printed
     other = train_toy.load_checkpoint(paths[0])
     torch.save(other | {"data_hash": "another"}, f"{out}/other.pt")
