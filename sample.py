@@ -62,8 +62,8 @@ def parse(argv):
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="default 0")
     add("--prompt", default="", help="how the text begins; ___ or [MASK] hides one token in it")
     add("--naive", action="store_true", help="reuse a post-trained model's anchor without its fusion")
-    add("--watch", action="store_true", help="show the first canvas step by step")
-    add("--svg", metavar="FILE", help="draw the first canvas as an animated picture, 1000 steps at most")
+    add("--watch", action="store_true", help="write one text, and show it step by step")
+    add("--svg", metavar="FILE", help="write one text, and draw it as an animated picture")
     add("--compare", nargs="+", metavar="CKPT", help="measure these checkpoints and print tables")
     add("--data", metavar="FILE", help="with --compare: where their text file lies now")
     add("--judge", metavar="CKPT", help="with --compare: rate the samples by this model's bound")
@@ -332,8 +332,8 @@ def run(argv):
     steps = None if args.one_by_one else args.steps or 2 * seq_len
     prompt = prompt_canvas(args.prompt, tokenizer, seq_len)
     n_steps = steps or int((prompt == model.mask_id).sum())
-    if args.svg and args.num > 1:
-        args.num = 1  # one canvas is drawn, so that its calls are counted
+    if args.svg or args.watch:
+        args.num = 1  # so that the calls are those of the canvas that is shown
     if args.svg and not args.svg.endswith(".svg"):
         raise UserError(f"--svg {args.svg}: the name must end in .svg")
     if args.svg and not 1 <= n_steps <= 1000:
