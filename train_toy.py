@@ -86,8 +86,8 @@ MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM, "posttrained"
 STORY = [
     "{opening}, CHILD and FRIEND {went} to the PLACE.",
     " {who} had a[ {size}] COLOUR THING.",
-    "[ The THING was[ very] {nice}.]",
-    "[ Then] {who} {saw} a[ {size}] ANIMAL.",
+    "[ The[ COLOUR] THING was[ very] {nice}.]",
+    "[ At the PLACE] {who} {saw} a[ {size}] ANIMAL.",
     " The ANIMAL took the[ COLOUR] THING[ and ran away].",
     "[ {who} was[ very] {sad}.]",
     " {who} {found} the[ COLOUR] THING under a {tree}.",
@@ -346,7 +346,7 @@ PRESETS = {  # for a 2-core CPU, and for one consumer GPU with 8 GB
     "gpu": {"seq_len": 256, "d_model": 384, "n_heads": 6, "n_anchor": 6, "n_denoiser": 2,
             "vocab_size": 8192, "batch_size": 64, "lr": 1e-3, "steps": 20_000, "dtype": "bfloat16"},
 }
-STORIES = {"seq_len": None, "steps": 2400}  # the length is that of the longest story
+STORIES = {"seq_len": None, "steps": 1600}  # the length is that of the longest story
 # Eq. 14 with lambda = 1 learns less here. The tokens revealed in a rollout are not those of x, so the
 # likeliest clean tokens are what a model that had not seen them would say: naive reuse. See README.
 KD_WEIGHT = 100.0
