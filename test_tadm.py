@@ -444,8 +444,8 @@ def test_loss_weighs_each_token_by_its_row():
 def test_model_starts_as_the_readme_says(kind):
     model = untrained(kind, tadm, vocab_size=500, seq_len=500)
     same_layout(model, untrained(kind, vocab_size=500, seq_len=500))
-    for p in (model.token.weight, model.position):
-        close(p.std(), 0.8, 0.05, "large initial embeddings, standard deviation")
+    close(model.token.weight.std(), 0.8, 0.05, "large initial embeddings, standard deviation")
+    close(model.position.std(), 0.05, 0.005, "small initial positions, standard deviation")
     assert (model.norm.weight == 8).all(), "the final norm's gain starts at 8"
 
 
@@ -1539,6 +1539,7 @@ TALE = ("One day, Tom and Mia went to the park. Mia had a big red ball. Tom saw 
 
 @pytest.mark.parametrize("old,new,bad", [
     ("", "", 0), (" Mia was sad.", "", 0), ("took the red", "took the", 0), ("took the red", "took the blue", 1),
+    (" Tom saw a", " At the park Tom saw a", 0), (" Tom saw a", " At the zoo Tom saw a", 1),
     ("The dog", "The cat", 1), ("found the ball", "found the kite", 1), ("at the park", "at the zoo", 1),
     ("Mia was", "Anna was", 1), ("Tom and Mia", "Tom and Tom", 1), ("dog took", "dog dog took", 1),
     (" took", "", 1), ("tree.", "tree", 1), ("the park. Mia had", "the park. Mia was sad. Mia had", None),
