@@ -105,9 +105,11 @@ def limited(test, seconds=10):
     """Stop a test that does not end, and say where (on systems with SIGALRM)."""
 
     def stop(_, frame):
-        while frame.f_back and frame.f_code.co_filename != tadm.__file__:
-            frame = frame.f_back
-        pytest.fail(f"{test} was stopped after {seconds} s in {frame.f_code.co_name}, line {frame.f_lineno}: a "
+        place = frame
+        while place and place.f_code.co_filename != tadm.__file__:
+            place = place.f_back
+        place = place or frame
+        pytest.fail(f"{test} was stopped after {seconds} s in {place.f_code.co_name}, line {place.f_lineno}: a "
                     "loop without an end, or far too slow", pytrace=False)
 
     before = signal.signal(signal.SIGALRM, stop)
@@ -536,6 +538,12 @@ def test_model_refuses_impossible_sizes(sizes):
 # --------------------------------------------------------------------------- forward process
 
 
+def repeats(draw):
+    """Every random number comes from the generator, and it is used."""
+    one, again, other = (draw(rng(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other), "random: from the given generator, all of it"
+
+
 def test_forward_masks_a_share_t():
     x, t = torch.zeros(4, 20_000, dtype=torch.long), torch.tensor([0.0, 0.3, 0.9, 1.0])
     z = tadm.corrupt(x, t, 7, rng())
@@ -543,6 +551,7 @@ def test_forward_masks_a_share_t():
     for share, expected in zip((z == 7).float().mean(1), t.tolist()):
         error = 5 * math.sqrt(expected * (1 - expected) / 20_000)
         close(share, expected, error, f"Eq. 1: masked share at t = {expected:.1f} is 1 - alpha_t = t")
+    repeats(lambda g: tadm.corrupt(x, t, 7, g))
 
 
 def test_further_keeps_alpha_ratio():
@@ -552,6 +561,7 @@ def test_further_keeps_alpha_ratio():
     share = (z_stale == 7).float().mean(1)
     close(share[0], 2 / 7, 0.012, "Eq. 15: t = 0.3, t' = 0.5 masks a visible token with 2/7")
     close(share[1], 0.5, 0.013, "Eq. 15: t = 0 masks with t'")
+    repeats(lambda g: tadm.corrupt_further(z, torch.tensor([0.3, 0.0]), torch.tensor([0.5, 0.5]), 7, g))
 
 
 def test_further_never_shows_what_the_canvas_hides():
@@ -567,21 +577,6 @@ def test_further_never_shows_what_the_canvas_hides():
     assert (tadm.corrupt_further(tadm.corrupt(x, one, 50, g), one, one, 50, g) == 50).all()
     with pytest.raises(ValueError):
         tadm.corrupt_further(z, t, torch.where(t > t.median(), t, 0.5 * t), 50, g)
-
-
-def repeats(draw):
-    """Every random number comes from the generator, and it is used."""
-    one, again, other = (draw(rng(seed)) for seed in (1, 1, 2))
-    assert torch.equal(one, again) and not torch.equal(one, other), "random: from the given generator, all of it"
-
-
-def test_forward_repeats_with_the_same_generator():
-    repeats(lambda g: tadm.corrupt(torch.zeros(9, 50).long(), torch.full((9,), 0.5), 7, g))
-
-
-def test_further_repeats_with_the_same_generator():
-    x, t = torch.zeros(9, 50).long(), torch.full((9,), 0.5)
-    repeats(lambda g: tadm.corrupt_further(x, t, t + 0.2, 7, g))
 
 
 # ------------------------------------------------------------------------------------- times
@@ -805,20 +800,14 @@ def test_bound_of_t_steps_in_closed_form(steps, K):
         close(nats.mean(), truth, 0.012, f"Theorem 5.1, T-step bound, T = {steps}, K = {K}: {where}")
 
 
-def test_bound_has_anchor_and_canvas_on_one_trajectory():
-    model = Uniform(9)
-    tadm.bound(model, torch.arange(9).repeat(300, 1), 10, 4, rng())
-    assert len(model.refreshed) == len(model.predicted), "Eq. 8: the cache must come from refresh"
-    for z_t, z_stale in model.predicted:
-        assert (z_stale[z_t == 9] == 9).all(), (
-            "Eq. 15: in the bound too, z_t' hides all that z_t hides (one trajectory)")
-
-
 def test_bound_takes_the_anchor_of_the_policy():
     """The masked shares of long canvases tell their steps: T = 5, K = 3 has anchors at i = 5 and 2."""
     model = Uniform(3)
     tadm.bound(model, torch.zeros(60, 2000).long(), 5, 3, rng())
+    assert len(model.refreshed) == len(model.predicted), "Eq. 8: the cache must come from refresh"
     for canvases in model.predicted:
+        assert (canvases[1][canvases[0] == 3] == 3).all(), (
+            "Eq. 15: in the bound too, z_t' hides all that z_t hides (one trajectory)")
         i, anchor = ((z == 3).float().mean(1).mul(5).round().tolist() for z in canvases)
         assert set(zip(i, anchor)) <= {(1, 2), (2, 2), (3, 5), (4, 5), (5, 5)}, (
             "Theorem 5.1 under the cached policy: step i uses the anchor of age (T - i) mod K")
@@ -927,6 +916,9 @@ def test_reverse_step_by_confidence():
               "with sigma * softmax(-confidence) over the visible tokens that are not fixed")
     assert (new[:, 4] == 0).all(), "Eq. 17: a fixed token is never remasked"
     close((new[:, 3] != 3).float().mean(), 0.1 / 0.6, 0.012, "Eq. 17: conf leaves a masked token's sigma 0")
+    new = tadm.reverse_step(torch.full((1, n), 3), torch.zeros(1, n, 3), 0.4, 0.7, 1e4, 3,
+                            confidence=torch.ones(1, n), generator=rng())
+    close((new != 3).float().mean(), 0.5, 0.015, "conf: nothing visible, so sigma = 0 in Eq. 17")
 
 
 def test_reverse_step_notes_how_sure_it_was():
@@ -948,21 +940,20 @@ def test_reverse_step_where_is_what_it_does():
     reveal, remask = tadm.choose_positions(z, 0.3, 0.6, 0.4, 3, fixed, generator=rng(1))
     assert torch.equal(reveal, (z == 3) & (new != 3)), "Eq. 17: reveal is where masks become tokens"
     assert torch.equal(remask, (z != 3) & (new == 3)), "Eq. 17: remask is where tokens become masks"
+    repeats(lambda g: tadm.reverse_step(z, logits, 0.3, 0.6, 0.5, 3, generator=g))
 
 
-@pytest.mark.parametrize("options,share", [
-    ({}, 1 / 2), ({"temperature": 0}, 1), ({"temperature": 0.5}, 2 / 3), ({"temperature": 2.0}, 0.4142),
-    ({"top_p": 0.0}, 1), ({"top_p": 0.6}, 2 / 3), ({"temperature": 0.5, "top_p": 0.6}, 1)])
+# Of three tokens with 1/2, 1/4, 1/4: how often the first comes tells which options were used.
+ASKED = [({}, 1 / 2), ({"temperature": 0}, 1), ({"temperature": 0.5}, 2 / 3), ({"temperature": 2.0}, 0.4142),
+         ({"top_p": 0.0}, 1), ({"top_p": 0.6}, 2 / 3), ({"temperature": 0.5, "top_p": 0.6}, 1)]
+LOGITS = torch.tensor([0.5, 0.25, 0.25]).log() + 3
+
+
+@pytest.mark.parametrize("options,share", ASKED)
 def test_reverse_step_draws_as_asked(options, share):
-    """Logits, not normalised, of 1/2, 1/4, 1/4: how often the first comes tells what was used."""
-    logits = torch.tensor([0.5, 0.25, 0.25]).log().add(3).expand(1, 20_000, 3)
+    logits = LOGITS.expand(1, 20_000, 3)
     z = tadm.reverse_step(torch.full((1, 20_000), 3), logits, 0.0, 0.9, 0.0, 3, generator=rng(), **options)
     close((z == 0).float().mean() / 0.9, share, 0.02, f"Eq. 17: share of the likeliest token with {options}")
-
-
-def test_reverse_step_repeats_with_the_same_generator():
-    z = torch.randint(0, 4, (20, 50), generator=rng())
-    repeats(lambda g: tadm.reverse_step(z, torch.zeros(20, 50, 3), 0.3, 0.6, 0.5, 3, generator=g))
 
 
 def test_reverse_step_of_a_large_vocabulary():
@@ -1063,13 +1054,6 @@ def test_sampler_conf_remasks_the_doubtful():
               "sigma_max * softmax(-probability)")
 
 
-def test_reverse_step_shares_sigma_among_visible_tokens():
-    z, sure = torch.full((1, 40_000), 2), torch.ones(1, 40_000)
-    logits = torch.zeros(1, 40_000, 2)
-    new = tadm.reverse_step(z, logits, 0.4, 0.7, 1e4, 2, confidence=sure, generator=rng())
-    close((new != 2).float().mean(), 0.5, 0.012, "conf: nothing visible, so sigma = 0 in Eq. 17")
-
-
 # ---------------------------------------------------------------------------- drawing tokens
 
 
@@ -1083,9 +1067,6 @@ def test_draw_nucleus_keeps_the_token_that_crosses_p():
             truth = float(logits[0, i].exp()) / total
             close((ids == i).float().mean(), truth, 0.015, f"nucleus p = {p}: renormalised")
         assert torch.allclose(prob, logits.exp().gather(1, ids[:, None])[:, 0]), "confidence of ids"
-
-
-def test_draw_nucleus_stops_where_p_is_reached():
     ids, _ = tadm.draw_tokens(torch.zeros(2000, 4), 1.0, 0.5, rng())
     assert len(ids.unique()) == 2, "nucleus p = 1/2 of four equal tokens keeps two: their sum reaches p"
 
@@ -1126,7 +1107,8 @@ def follows_algorithm_1(model, steps, K, remask="none"):
     for j, (before, after) in enumerate(itertools.pairwise(seen)):
         if j % K == 0:
             cache = model.refresh(before)
-        new = (before == 11) & (after != 11)
+        new, kept = (before == 11) & (after != 11), (before != 11) & ((after != 11) | (remask == "none"))
+        assert torch.equal(after[kept], before[kept]), "SUBS: a visible token stays, unless it is remasked"
         wrong = (after != model.predict(before, cache).argmax(-1))[new]
         assert not wrong.any(), (
             f"Algorithm 1, T = {steps}, K = {K}: {int(wrong.sum())} tokens revealed at step {j} are not what "
@@ -1254,15 +1236,6 @@ def test_sampler_holds_the_prompt_fixed(steps, remask):
     assert (z < 5).all() and torch.equal(z[0, :7], rows[0, :7]), "a row with more holes takes more steps"
 
 
-def test_sampler_carries_visible_tokens_over():
-    seen = []
-    tadm.sample(random_model("TADM"), 20, 6, 10, 3, generator=rng(),
-                callback=lambda step, z, age: seen.append(z.clone()))
-    for before, after in itertools.pairwise(seen):
-        assert (after[before != 11] == before[before != 11]).all(), (
-            "SUBS: a token once visible stays what it is (sigma = 0); what is visible is read from z_t")
-
-
 @pytest.mark.parametrize("bad", [
     {"batch_size": 0}, {"steps": 0}, {"refresh_every": 0}, {"temperature": -1}, {"top_p": 1.5},
     {"remask": "never"}, {"steps": None, "remask": "cap"}, {"prompt": torch.zeros(3).long()},
@@ -1274,16 +1247,14 @@ def test_sampler_refuses_bad_values(bad):
         tadm.sample(Uniform(3), **({"batch_size": 1, "seq_len": 4, "steps": 2, "refresh_every": 1} | bad))
 
 
-def test_sampler_passes_temperature_and_nucleus_on():
-    """One token has probability 1/2, two have 1/4: how often it comes tells what was used."""
+@pytest.mark.parametrize("options,share", ASKED)
+def test_sampler_passes_temperature_and_nucleus_on(options, share):
     class Skewed(Uniform):
         def predict(self, z, cache):
-            return torch.tensor([0.25, 0.5, 0.25]).log().expand(*z.shape, 3)
+            return LOGITS.expand(*z.shape, 3)
 
-    for options, share in (({}, 1 / 2), ({"top_p": 0}, 1), ({"temperature": 0}, 1), ({"temperature": 0.5}, 2 / 3),
-                           ({"top_p": 0.6}, 2 / 3)):
-        z, _ = tadm.sample(Skewed(3), 2000, 10, 5, generator=rng(), **options)
-        close((z == 1).float().mean(), share, 0.015, f"share of the likeliest token with {options or 'no options'}")
+    z, _ = tadm.sample(Skewed(3), 2000, 10, 5, generator=rng(), **options)
+    close((z == 0).float().mean(), share, 0.015, f"Algorithm 1: share of the likeliest token with {options}")
 
 
 def test_sampler_defaults_and_statistics():
@@ -2594,6 +2565,7 @@ def test_homework_keeps_all_but_the_bodies(capsys, tmp_path, monkeypatch):
             module[name](*[None] * arguments)
     with pytest.raises(NotImplementedError, match="Eq. 48-56"):
         module["PairedFusion"](8, 4)(None, None, None)
+    assert "# 1. Noise, and more noise" not in printed, "a comment above a body tells what was in it"
     gone = printed.count("raise NotImplementedError")
     assert gone == 5, "two of GatedFusion, and one each of the others"
     kept = {ast.dump(node) for node in ast.parse(printed).body}
@@ -2604,20 +2576,55 @@ def test_homework_keeps_all_but_the_bodies(capsys, tmp_path, monkeypatch):
 
 
 def test_homework_is_graded_one_thing_at_a_time(tmp_path):
-    """A module with one function blanked, one wrong and one missing, graded in a process of its own."""
+    """A module with open, wrong and missing functions and type hints, graded in a process of its own."""
     source = blank(inspect.getsource(reference), ["corrupt_further"])
-    source = source.replace("sigma_max = min(1.0, ", "sigma_max = max(1.0, ") + "\ndel sample_times\n"
+    for old, new in (("def corrupt_further(z_t, ", "def corrupt_further(z_t: torch.Tensor, "),
+                     ("sigma_max = min(1.0, ", "sigma_max = max(1.0, "),
+                     ("    return torch.where(u < t[:, None], mask_id, x)",
+                      "    x[u < t[:, None]] = mask_id\n    return x")):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    source += "\ndel sample_times\nlayer_calls = 5\nbound = min  # a builtin without a signature\n"
     (tmp_path / "half_done.py").write_text(source, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", __file__, "-k",
-               "forward or further or times or loss or schedule or reverse"]
+               "forward or further or times or loss or schedule or reverse or layer_calls"]
     env = os.environ | {"TADM_MODULE": "half_done", "PYTHONPATH": str(Path(__file__).parent)}
     result = subprocess.run(command, check=False, capture_output=True, text=True, encoding="utf-8",
                             cwd=tmp_path, env=env)
     failed = {line.split("::")[1].split("[")[0].split(" ")[0] for line in result.stdout.splitlines()
               if line.startswith("FAILED")}
-    assert {name.split("_")[1] for name in failed} == {"further", "schedule", "times"}, result.stdout
-    assert "Eq. 15: corrupt_further" in result.stdout
-    assert "half_done has no sample_times(batch_size, " in result.stdout
+    assert {name.split("_")[1] for name in failed} == {
+        "forward", "further", "schedule", "times", "sampler"}, result.stdout
+    for message in ("corrupt has written into its argument x", "Eq. 15: corrupt_further",
+                    "half_done has no sample_times(batch_size, ", "half_done has no layer_calls(config, "):
+        assert message in result.stdout
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs SIGALRM")
+def test_homework_that_loops_is_stopped():
+    def forever(*_):
+        while True:
+            pass
+
+    what = "test_x was stopped after 0.05 s in (sample|forever), line"
+    with pytest.raises(pytest.fail.Exception, match=what), limited("test_x", 0.05):
+        reference.sample(Uniform(2), 1, 2, 2, callback=forever)
+
+
+def test_homework_table_of_the_readme():
+    """Each row's -k selects the tests of the functions that it names, and no others."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r'^\| *\d+ \| (.*?) \| .*? \| `"?([a-z ]+)"?` \|', text, re.MULTILINE)
+    tests, seen = [name for name in globals() if name.startswith("test_")], []
+    for what, expression in rows:
+        names, groups = re.findall(r"`([\w.]+)`", what), expression.split(" or ")
+        blank(inspect.getsource(reference), names)  # refuses names that do not exist
+        graded = {name for group in groups for name in GROUPS[group]} - {"Config", "MDLM"}
+        assert {name.split(".")[0] for name in names} == graded, f"README, -k {expression}"
+        chosen = {test.split("_")[1] for test in tests if any(group in test for group in groups)}
+        assert chosen & GROUPS.keys() == set(groups), f"-k {expression} also selects {chosen}"
+        seen += groups
+    assert sorted(seen) == sorted(GROUPS)
 
 
 def main(argv=None):
