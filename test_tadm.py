@@ -668,12 +668,12 @@ def test_loss_is_recomputed_from_the_canvases():
     g, V = rng(3), 5
     x = torch.randint(0, V, (6, 9), generator=g)
     t, t_stale = torch.linspace(0.1, 0.9, 6), torch.linspace(0.3, 1.0, 6)
-    table = torch.randn(V + 1, V, generator=g)  # logits depend on the cached token, so CE varies
+    table = torch.randn(V + 1, V, generator=g)  # logits depend on the cached left neighbour
 
     class Model(Uniform):
         def predict(self, z, cache):
             super().predict(z, cache)
-            return table[cache]
+            return table[cache.roll(1, dims=1)]
 
     model = Model(V)
     repeats(lambda g: tadm.t_anelbo(model, x, t, t_stale, generator=g))
@@ -686,7 +686,7 @@ def test_loss_is_recomputed_from_the_canvases():
     assert (z_stale[z_t == V] == V).all(), (
         "Eq. 15: the anchor was shown tokens that z_t hides; z_t' is z_t corrupted further")
     truth = sum(
-        -float(logp[z_stale[b, l], x[b, l]]) / float(t[b])
+        -float(logp[z_stale[b, l - 1], x[b, l]]) / float(t[b])
         for b, l in (z_t == V).nonzero().tolist()
     ) / x.numel()
     close(loss, truth, 1e-4, "Theorem 5.1: the sum of CE / t over the positions masked in z_t (not in "
@@ -847,9 +847,9 @@ def test_bound_refuses_bad_values():
 def test_bound_of_many_steps_agrees_with_the_limit():
     model = random_model("TADM", n_anchor=1)
     x = torch.randint(0, 11, (1, 6), generator=rng()).repeat(3000, 1)
-    fine, limit = tadm.bound(model, x, 300, 1, rng()), tadm.bound(model, x, None, 1, rng())
+    fine, limit = tadm.bound(model, x, 100, 1, rng()), tadm.bound(model, x, None, 1, rng())
     error = 4 * float((fine.var() + limit.var()).sqrt()) / math.sqrt(3000)
-    close(fine.mean(), float(limit.mean()), error, "Theorem 5.1: T = 300 against T -> infinity")
+    close(fine.mean(), float(limit.mean()), error, "Theorem 5.1: T = 100 against T -> infinity")
     t, t_stale = reference.sample_times(3000, [1], [100], rng())
     loss = torch.stack([tadm.t_anelbo(model, x, t, t_stale, generator=rng(i)) for i in range(8)])
     close(loss.mean(), float(limit.mean()), 0.02 * float(limit.mean()), "loss against bound")
@@ -972,16 +972,13 @@ def test_reverse_step_draws_as_asked(options, share):
     close((z == 0).float().mean() / 0.9, share, 0.02, f"Eq. 17: share of the likeliest token with {options}")
 
 
-def test_reverse_step_of_a_large_vocabulary():
-    """V = 50257 at reveal probability 1/1024: a float32 Gumbel draw over V + 1 gets this wrong."""
-    V, revealed, tried, start = 50_257, 0, 0, time.perf_counter()
-    while tried < 60_000 and revealed < 200 and time.perf_counter() - start < 4:
-        z = tadm.reverse_step(torch.full((1, 200), V), torch.zeros(1, 1, 1).expand(1, 200, V), 0.0,
-                              1 / 1024, 0.0, V, generator=rng(tried))
-        revealed, tried = revealed + int((z != V).sum()), tried + 200
-    error = 4.6 * (tried / 1024) ** 0.5
-    close(revealed, tried / 1024, error, f"Eq. 17: tokens of {tried} revealed in one step with probability "
-          "1/1024. Look at: one float32 draw over V + 1 outcomes (decide first whether, then draw which)")
+def test_reverse_step_of_a_large_vocabulary(monkeypatch):
+    """V = 50257 at reveal probability 1/1024 and uniform numbers of 24 bits, made small: 64, 1/64 and 10 bits."""
+    rand, n = torch.rand, 40_000
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: (rand(*size, **options) * 1024).floor() / 1024)
+    z = tadm.reverse_step(torch.full((1, n), 64), torch.zeros(1, n, 64), 0.0, 1 / 64, 0.0, 64, generator=rng())
+    close((z != 64).float().mean(), 1 / 64, 0.003, "Eq. 17: share revealed with probability 1/64 if random numbers "
+          "have 10 bits. Look at: one Gumbel draw over V + 1 outcomes (decide first whether, then draw which)")
 
 
 @pytest.mark.parametrize("remask", reference.REMASK)
@@ -1205,13 +1202,13 @@ def frequencies(z, language):
 
 def test_sampler_one_by_one_reproduces_the_data():
     calls = []
-    z, stats = tadm.sample(Posterior(LANGUAGE, 3), 20_000, 4, None, generator=rng(),
+    z, stats = tadm.sample(Posterior(LANGUAGE, 3), 5000, 4, None, generator=rng(),
                            callback=lambda step, z, age: calls.append((z == 3).sum(1)))
     assert stats["steps"] == 4 and all((c == 3 - j).all() for j, c in enumerate(calls)), (
         "steps = None: exactly one token per step"
     )
     for row, share in zip(LANGUAGE, frequencies(z, LANGUAGE)):
-        close(share, 1 / len(LANGUAGE), 0.012, f"an exact oracle writes {row} as often as the data")
+        close(share, 1 / len(LANGUAGE), 0.025, f"an exact oracle writes {row} as often as the data")
 
 
 @pytest.mark.parametrize("steps,K", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 3)])
@@ -1230,10 +1227,10 @@ def test_cache_parallel_reveals_err_as_often_as_they_must(steps, K):
 
 def test_sampler_one_by_one_in_uniform_order():
     first = []
-    tadm.sample(Uniform(2), 12_000, 6, None, generator=rng(),
+    tadm.sample(Uniform(2), 4000, 6, None, generator=rng(),
                 callback=lambda step, z, age: first.append((z != 2).float().mean(0)))
     for share in first[0]:
-        close(share, 1 / 6, 0.015, "steps = None: the first token's place is uniform")
+        close(share, 1 / 6, 0.025, "steps = None: the first token's place is uniform")
 
 
 @pytest.mark.parametrize("steps,remask", [(None, "none")] + [(50, kind) for kind in reference.REMASK])
@@ -1251,6 +1248,9 @@ def test_sampler_holds_the_prompt_fixed(steps, remask):
     rows = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 5], [5] * 8])  # one prompt for each row
     z, _ = tadm.sample(Uniform(5), 2, 8, steps, 2, prompt=rows, remask=remask, generator=rng())
     assert (z < 5).all() and torch.equal(z[0, :7], rows[0, :7]), "a row with more holes takes more steps"
+    full = prompt.clamp(max=4)
+    z, _ = tadm.sample(Uniform(5), 2, 8, steps, 2, prompt=full, remask=remask, generator=rng())
+    assert (z == full).all(), "a prompt without holes is returned as it is"
 
 
 @pytest.mark.parametrize("bad", [
@@ -1425,6 +1425,7 @@ def test_rollout_makes_k_steps():
     new, shown = (z != start) & (start == 3), start != 3
     assert all(new[age == k].any() for k in (1, 2)), "Eq. 13: k reverse steps reveal tokens"
     assert (z[new] != x[new]).float().mean() > 0.5, "on-policy: revealed by the model, not from x"
+    assert len(z[new].unique()) == 3, "Eq. 13: tokens are drawn as the sampler draws them, not the likeliest"
     assert (z[shown] == start[shown]).all(), "sigma = 0 hides nothing visible"
     assert (start[shown] == x[shown]).all(), "the anchor's canvas is x with masks"
     error = 5 * math.sqrt(0.25 / (n // 3 * 20))
@@ -1434,6 +1435,10 @@ def test_rollout_makes_k_steps():
     repeats(lambda g: tadm.rollout(model, x, age, 10, g)[0])
     levels = t * 10 + age
     assert torch.allclose(levels, levels.round(), atol=1e-4), "Eq. 13: t' on the grid i/T"
+    long = Uniform(3)  # the masked share of a long canvas tells its time
+    tadm.rollout(long, torch.zeros(200, 2000).long(), age[:200], 10, rng(1))
+    share = (long.refreshed[0] == 3).float().mean(1) * 10
+    assert (share - share.round()).abs().mean() < 0.15, "Eq. 13: anchor's canvas at t' = i_a / T, on the grid"
     assert (t > 0.05).all() and levels.max().round() == 10, "i_a = clip(.., k + 1, T)"
     for i in range(4, 11):  # floor(10 t' + 1/2): half as often at the end
         truth = 0.05 if i == 10 else 0.1
