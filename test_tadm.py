@@ -102,9 +102,12 @@ tadm = module_under_test()
 
 @contextlib.contextmanager
 def limited(test, seconds=10):
-    """Stop a test that does not end, and say where (on systems with SIGALRM)."""
+    """Stop a test after so many seconds of its own, and say where (on systems with SIGALRM)."""
+    busy, begun = time.thread_time(), time.perf_counter()
 
     def stop(_, frame):
+        if time.thread_time() - busy < seconds and time.perf_counter() - begun < 6 * seconds:
+            return  # the machine is busy with something else
         place = frame
         while place and place.f_code.co_filename != tadm.__file__:
             place = place.f_back
@@ -113,7 +116,7 @@ def limited(test, seconds=10):
                     "loop without an end, or far too slow", pytrace=False)
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds / 10, seconds / 10)
     try:
         yield
     finally:
@@ -1106,6 +1109,26 @@ def test_draw_temperature():
 # ---------------------------------------------------------------------- sampler and cache
 
 
+@pytest.mark.parametrize("spacing", ["even", "log"])
+@pytest.mark.parametrize("steps,K", [(10, 4), (10, 1), (10, 20), (1, 3), (9, 3)])
+def test_cache_is_made_when_it_is_due(steps, K, spacing):
+    """The anchor is computed at steps 0, K, 2K, ..., or as log spacing says, on that step's canvas."""
+    model, canvases, ages = Uniform(4), [torch.full((200, 30), 4)], []
+    _, stats = tadm.sample(model, 200, 30, steps, K, generator=rng(), spacing=spacing,
+                           callback=lambda step, z, age: (canvases.append(z.clone()), ages.append(age)))
+    due = list(range(0, steps, K)) if spacing == "even" else reference.refresh_steps(steps, K, spacing)
+    last = [max(d for d in due if d <= j) for j in range(steps)]
+    got = [next((j for j, c in enumerate(canvases) if torch.equal(c, z)), None) for z in model.refreshed]
+    assert got == due, f"Algorithm 1: T = {steps}, K = {K}: anchors computed at {got}, due at {due}"
+    assert ages == [j - d for j, d in enumerate(last)], "Algorithm 1: the anchor's age goes 0, 1, .., 0, 1"
+    assert stats["anchor_calls"] == len(due), "stats: the calls really made"
+    assert stats["denoiser_calls"] == len(model.predicted) == steps, "stats: the calls really made"
+    for j, (z, cache) in enumerate(model.predicted):
+        assert torch.equal(z, canvases[j]), f"Algorithm 1: step {j} predicts from the canvas before it"
+        assert torch.equal(cache, canvases[last[j]]), (
+            f"Algorithm 1: step {j} uses the anchor of step {last[j]}, and its canvas is not written into later")
+
+
 @torch.no_grad()
 def follows_algorithm_1(model, steps, K, remask="none"):
     """Algorithm 1 word by word beside a run of the sampler: everything computed anew at every step.
@@ -1167,26 +1190,6 @@ def test_sampler_skips_what_nothing_reads():
     assert max(calls) <= 6, "a step that reveals nothing needs no prediction and no anchor"
 
 
-@pytest.mark.parametrize("spacing", ["even", "log"])
-@pytest.mark.parametrize("steps,K", [(10, 4), (10, 1), (10, 20), (1, 3), (9, 3)])
-def test_cache_is_made_when_it_is_due(steps, K, spacing):
-    """The anchor is computed at steps 0, K, 2K, ..., or as log spacing says, on that step's canvas."""
-    model, canvases, ages = Uniform(4), [torch.full((200, 30), 4)], []
-    _, stats = tadm.sample(model, 200, 30, steps, K, generator=rng(), spacing=spacing,
-                           callback=lambda step, z, age: (canvases.append(z.clone()), ages.append(age)))
-    due = list(range(0, steps, K)) if spacing == "even" else reference.refresh_steps(steps, K, spacing)
-    last = [max(d for d in due if d <= j) for j in range(steps)]
-    got = [next((j for j, c in enumerate(canvases) if torch.equal(c, z)), None) for z in model.refreshed]
-    assert got == due, f"Algorithm 1: T = {steps}, K = {K}: anchors computed at {got}, due at {due}"
-    assert ages == [j - d for j, d in enumerate(last)], "Algorithm 1: the anchor's age goes 0, 1, .., 0, 1"
-    assert stats["anchor_calls"] == len(due), "stats: the calls really made"
-    assert stats["denoiser_calls"] == len(model.predicted) == steps, "stats: the calls really made"
-    for j, (z, cache) in enumerate(model.predicted):
-        assert torch.equal(z, canvases[j]), f"Algorithm 1: step {j} predicts from the canvas before it"
-        assert torch.equal(cache, canvases[last[j]]), (
-            f"Algorithm 1: step {j} uses the anchor of step {last[j]}, and its canvas is not written into later")
-
-
 def test_cache_does_not_survive_a_call():
     model = random_model("TADM")
     first, _ = tadm.sample(model, 2, 6, 12, 3, generator=rng(1))
@@ -1202,13 +1205,13 @@ def frequencies(z, language):
 
 def test_sampler_one_by_one_reproduces_the_data():
     calls = []
-    z, stats = tadm.sample(Posterior(LANGUAGE, 3), 5000, 4, None, generator=rng(),
+    z, stats = tadm.sample(Posterior(LANGUAGE, 3), 2000, 4, None, generator=rng(),
                            callback=lambda step, z, age: calls.append((z == 3).sum(1)))
     assert stats["steps"] == 4 and all((c == 3 - j).all() for j, c in enumerate(calls)), (
         "steps = None: exactly one token per step"
     )
     for row, share in zip(LANGUAGE, frequencies(z, LANGUAGE)):
-        close(share, 1 / len(LANGUAGE), 0.025, f"an exact oracle writes {row} as often as the data")
+        close(share, 1 / len(LANGUAGE), 0.036, f"an exact oracle writes {row} as often as the data")
 
 
 @pytest.mark.parametrize("steps,K", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 3)])
@@ -1227,10 +1230,10 @@ def test_cache_parallel_reveals_err_as_often_as_they_must(steps, K):
 
 def test_sampler_one_by_one_in_uniform_order():
     first = []
-    tadm.sample(Uniform(2), 4000, 6, None, generator=rng(),
+    tadm.sample(Uniform(2), 1500, 6, None, generator=rng(),
                 callback=lambda step, z, age: first.append((z != 2).float().mean(0)))
     for share in first[0]:
-        close(share, 1 / 6, 0.025, "steps = None: the first token's place is uniform")
+        close(share, 1 / 6, 0.04, "steps = None: the first token's place is uniform")
 
 
 @pytest.mark.parametrize("steps,remask", [(None, "none")] + [(50, kind) for kind in reference.REMASK])
@@ -1326,9 +1329,9 @@ def test_paired_against_numpy(n_heads):
             "the cached states), the order in J and F, the residual in R and phi, s_H in the result")
 
 
+@pytest.mark.skipif(tadm is not reference, reason="how weights start is our own choice")
 def test_paired_starts_with_an_rms_of_1():
     fusion = tadm.PairedFusion(64, 40, 4)
-    same_layout(fusion, reference.PairedFusion(64, 40, 4))
     queries_and_keys, values = fusion.qkv.weight[:80], fusion.qkv.weight[80:]
     for weight, scale in ((fusion.reduce_c.weight, 1), (fusion.reduce_h.weight, 1), (queries_and_keys, 0.5),
                           (values, 1), (fusion.out.weight, 1), (fusion.mlp[0].weight, 1), (fusion.mlp[2].weight, 1)):
