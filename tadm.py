@@ -96,8 +96,7 @@ class Block(nn.Module):
 class GatedFusion(nn.Module):
     """Correct a stale anchor h with the current shallow state c, token by token (Eq. 57-59).
     c, h: (B, L, d), the embedding of z_t and the cached anchor of z_t'. Returns h_fused
-    (B, L, d); at first LN(h), as W_2 = 0. Names: LN of c is norm_c, of h norm_h, the outer
-    one norm_out; W_g is gate, W_1 up, W_2 down. The order in u is c, h."""
+    (B, L, d); at first LN(h), as W_2, b_2 = 0. In u, c comes before h; W_1 widens to 4d."""
 
     def __init__(self, d_model):
         super().__init__()
@@ -518,9 +517,10 @@ def layer_calls(config, steps, refresh_every):
 
 
 class PairedFusion(nn.Module):
-    """Correct the anchor of a finished model by what changed in its shallow state (Eq. 48-56).
-    c, c_cached: shallow states of the current canvas and of the anchor's; h_cached: the
-    anchor; all (B, L, d). Returns (B, L, d): exactly h_cached if c = c_cached (M = 0)."""
+    """Correct a finished model's anchor by what changed in its shallow state (Eq. 48-56).
+    c, c_cached: shallow states of the canvas and of the anchor's; h_cached: the anchor; all
+    (B, L, d). Returns (B, L, d): h_cached if c = c_cached (M = 0). At first W_up = 0, b_g = -3.
+    Layers: reduce_c, reduce_h, qkv, out, up; with SiLU mlp (r, 2r, r) and gate (4r, r, 1)."""
 
     def __init__(self, d_model, rank, n_heads=4):
         super().__init__()
@@ -558,10 +558,10 @@ class PairedFusion(nn.Module):
 
 
 class PostTrained(nn.Module):
-    """A frozen copy of a trained MDLM, split in three, with a cache (Section 4).
+    """A frozen copy of a trained MDLM (base), split in three, with a cache (Section 4).
     S is the embedding and the first n_shared layers, D the last n_denoiser layers and the
-    head, A what lies between. Only the fusion has gradients; naive = True switches it off
-    (Table 6). Raises ValueError for an impossible split."""
+    head, A what lies between. Only fusion, a PairedFusion, has gradients; naive = True switches
+    it off (Table 6). depths: layers of refresh and denoise. ValueError: an impossible split."""
 
     def __init__(self, base, n_shared, n_denoiser, rank, n_heads=4, naive=False):
         super().__init__()

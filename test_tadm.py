@@ -13,6 +13,7 @@ several standard errors.
 
 import argparse
 import ast
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -91,12 +92,67 @@ def module_under_test():
         parts = {"__init__": lambda *_, **__: pytest.fail(what, pytrace=False), "__signature__": call}
         return type(missing, (), parts)
 
-    for missing in set(NAMES) - set(dir(module)):
+    for missing in [name for name in NAMES if not callable(getattr(module, name, None))]:
         setattr(module, missing, stand_in(missing))
     return module
 
 
 tadm = module_under_test()
+
+
+@contextlib.contextmanager
+def limited(test, seconds=10):
+    """Stop a test after so many seconds of its own, and say where (on systems with SIGALRM)."""
+    busy, begun = time.thread_time(), time.perf_counter()
+
+    def stop(_, frame):
+        if time.thread_time() - busy < seconds and time.perf_counter() - begun < 6 * seconds:
+            return  # the machine is busy with something else
+        place = frame
+        while place and place.f_code.co_filename != tadm.__file__:
+            place = place.f_back
+        place = place or frame
+        pytest.fail(f"{test} was stopped after {seconds} s in {place.f_code.co_name}, line {place.f_lineno}: a "
+                    "loop without an end, or far too slow", pytrace=False)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds / 10, seconds / 10)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def called(function):
+    """How: names, kinds and defaults, whatever the type hints. None where a builtin does not tell."""
+    try:
+        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return None
+
+
+def tensors(value):
+    if isinstance(value, (list, tuple)):
+        return [x for part in value for x in tensors(part)]
+    return [value] if torch.is_tensor(value) and value.numel() < 2**22 else []
+
+
+def hands_off(function, title):
+    """The function, with a check that it writes into no argument (but the confidence of reverse_step)."""
+    names = [name for name, *_ in called(function) or ()]
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        given = dict(zip(names, args)) | {k: v for k, v in kwargs.items() if k != "confidence"}
+        before = {name: [x.detach().clone() for x in tensors(value)] for name, value in given.items()}
+        result = function(*args, **kwargs)
+        for name, old in before.items():
+            same = all(map(torch.equal, tensors(given[name]), old))
+            assert same, f"{title} has written into its argument {name}: it must work on a copy"
+        return result
+
+    return checked
 
 
 @pytest.fixture(autouse=True)
@@ -107,9 +163,20 @@ def one_thing_at_a_time(request, monkeypatch):
     """
     about = GROUPS.get(request.function.__name__.split("_")[1], ())
     for name in set(NAMES) - NETWORKS - set(about):
-        ours, theirs = getattr(reference, name), getattr(tadm, name)
-        if inspect.signature(ours) == inspect.signature(theirs):
+        ours = getattr(reference, name)
+        if called(getattr(tadm, name)) in (None, called(ours)):
             monkeypatch.setattr(tadm, name, ours)
+    for name in about:
+        graded = getattr(tadm, name)
+        is_class = inspect.isclass(graded)
+        for part in ("forward", "refresh", "predict", "denoise") if is_class else (name,):
+            function = getattr(graded, part, None) if is_class else graded
+            if function:
+                title = f"{name}.{part}" if is_class else name
+                monkeypatch.setattr(graded if is_class else tadm, part, hands_off(function, title))
+    watched = about and tadm is not reference and hasattr(signal, "SIGALRM")
+    with limited(request.node.name) if watched else contextlib.nullcontext():
+        yield
 
 
 def same_layout(theirs, ours):
@@ -148,7 +215,7 @@ class Posterior:
     def refresh(self, z):
         self.refreshed.append(z.clone())
         self.graded.append(torch.is_grad_enabled())
-        return z.clone()
+        return z  # as PostTrained, which holds the canvas: nobody may write into it later
 
     def log(self, z, cache):
         self.predicted.append((z.clone(), cache.clone()))
@@ -320,39 +387,54 @@ def np_schedule(kind, t, s, eta=None):
 # --------------------------------------------------------------------------- fusion, models
 
 
-def fusion_weights(fusion):
-    """The weights, under the names that Eq. 57-59 have here."""
-    w = weights(fusion)
-    wanted = ["norm_c", "norm_h", "norm_out", "gate", "up", "down"]
-    missing = [name for name in wanted if f"{name}.weight" not in w]
-    assert not missing, (f"Eq. 57-59: GatedFusion lacks {', '.join(missing)}; its parts are norm_c, norm_h "
-                         "(LN of c and h), gate (W_g), up (W_1), down (W_2), norm_out (the outer LN)")
-    return w
+def fusion_layers(fusion, d):
+    """W_g, W_1 and W_2, known by their shapes, and the LayerNorms: their names are free."""
+    layers = [m for m in fusion.modules() if isinstance(m, torch.nn.Linear)]
+    by_shape = {(m.in_features // d, m.out_features // d): m for m in layers if m.bias is not None}
+    norms = [m for m in fusion.modules() if isinstance(m, torch.nn.LayerNorm) and m.elementwise_affine]
+    assert len(layers) == 3 and by_shape.keys() == {(2, 1), (2, 4), (4, 1)}, (
+        "Eq. 57-58: W_g takes 2d channels to d (one gate per token and channel), W_1 2d to 4d, W_2 4d to d, "
+        f"each nn.Linear with a bias; here d = {d} and there are {layers}")
+    assert len(norms) == 3, f"Eq. 57-59: three nn.LayerNorm, of c, of h and of the result, not {len(norms)}"
+    return by_shape[2, 1], by_shape[2, 4], by_shape[4, 1], norms
 
 
 def test_fusion_against_numpy():
     fusion = shaken(tadm.GatedFusion(6), 1.0)
+    *linear, norms = fusion_layers(fusion, 6)
     c, h = torch.randn(2, 5, 6), 3 * torch.randn(2, 5, 6)
-    truth = np_fusion(fusion_weights(fusion), c.double().numpy(), h.double().numpy())
-    got = fusion(c, h).detach().numpy()
-    error = np.abs(got - truth["h_fused"]).max()
-    assert error < 1e-4, (
-        f"Eq. 57-59: h_fused = LN(h + g * Delta) is off by {error:.2g} for random weights. Look at: the "
-        "gate between 0 and 1, the GELU between the layers of Delta, LN on c, on h and on the result")
+    got = fusion(c.requires_grad_() * 1, h.requires_grad_() * 1)
+
+    def error(*states):
+        truths = []
+        for order in itertools.permutations(norms):  # which LayerNorm is whose is free, too
+            names = ["gate", "up", "down", "norm_c", "norm_h", "norm_out"]
+            w = weights(torch.nn.ModuleDict(zip(names, [*linear, *order])))
+            truths.append(np_fusion(w, *states)["h_fused"])
+        return min(np.abs(got.detach().numpy() - truth).max() for truth in truths)
+
+    off = error(c.detach().double().numpy(), h.detach().double().numpy())
+    assert off < 1e-4, (
+        f"Eq. 57-59: h_fused = LN(h + g * Delta) is off by {off:.2g} for random weights. Look at: the order "
+        "in u (c first, then h), the sigmoid of the gate, the GELU between W_1 and W_2, LN on c, on h and on "
+        "the result; h itself, not LN(h), is what is corrected")
+    (got * torch.randn(6)).sum().backward()
+    learns = {"c": c, "h": h} | dict(fusion.named_parameters())
+    idle = [name for name, p in learns.items() if p.grad is None or not p.grad.any()]
+    assert not idle, f"Eq. 57-59: no gradient reaches {', '.join(idle)}"
 
 
 def test_fusion_starts_as_the_normalised_anchor():
     torch.manual_seed(0)
     fusion = tadm.GatedFusion(8)
-    fusion_weights(fusion)
+    _, _, down, _ = fusion_layers(fusion, 8)
     c, h = torch.randn(2, 3, 8), 5 * torch.randn(2, 3, 8)
     truth = torch.nn.functional.layer_norm(h, (8,))
     assert torch.allclose(fusion(c, h), truth, atol=1e-5), (
         "Eq. 59: an untrained fusion must return LN(h), because W_2 and b_2 start at zero")
-    assert torch.equal(fusion(c, h), fusion(torch.zeros_like(c), h)), (
-        "Eq. 59: an untrained fusion must not depend on c, because W_2 and b_2 start at zero")
-    (fusion(c, h) * torch.randn(8)).sum().backward()
-    assert fusion.down.weight.grad.abs().sum() > 0, "Eq. 58: W_2 starts at zero but must learn"
+    (fusion(c, h.requires_grad_()) * torch.randn(8)).sum().backward()
+    assert down.weight.grad.any(), "Eq. 58: W_2 starts at zero but must learn"
+    assert h.grad.any(), "Eq. 59: the anchor learns through h in h + g * Delta, which must not be detached"
 
 
 @pytest.mark.parametrize("kind", ["TADM", "ADLM", "MDLM"])
@@ -400,6 +482,9 @@ def test_model_who_sees_what(kind):
     for (what, (one, two)), must in zip(reads.items(), expected):
         assert (not torch.equal(one, two)) == must, (
             f"Eq. 5, 8, 10: the prediction of {kind} must {'' if must else 'not '}depend on {what}")
+    model.predict(z, model.refresh(other)).square().sum().backward()
+    idle = [name for name, p in model.named_parameters() if p.grad is None and "anchor_head" not in name]
+    assert not idle, f"Eq. 7-10: no gradient reaches {', '.join(idle)} of {kind}; nothing may be detached"
     with pytest.raises(ValueError):
         model.refresh(torch.zeros(1, 7).long()), model.predict(torch.zeros(1, 7).long(), cache)
 
@@ -410,9 +495,10 @@ def test_model_ignores_the_canvas_untrained_and_learns_to_read_it():
     cache = model.refresh(z)
     assert torch.equal(model.predict(z, cache), model.predict(other, cache)), (
         "Eq. 59: with W_2 = 0 the prediction of an untrained model depends on the cache alone")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     tadm.t_anelbo(model, other, torch.tensor([0.5]), torch.tensor([0.9]), generator=rng()).backward()
-    optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.5 * (0 if p.grad is None else p.grad)
     cache = model.refresh(z)
     assert not torch.equal(model.predict(z, cache), model.predict(other, cache)), (
         "Eq. 58: after one training step the prediction must depend on z_t")
@@ -422,9 +508,8 @@ def test_model_ignores_the_canvas_untrained_and_learns_to_read_it():
 def test_loss_reads_the_predictions_at_masked_positions(kind):
     model = Posterior(LANGUAGE, 3) if kind == "Posterior" else random_model(kind)
     V, L = (3, 4) if kind == "Posterior" else (11, 6)
-    z, z_stale = torch.randint(0, V + 1, (3, L), generator=rng()), torch.full((3, L), V)
-    if kind == "Posterior":
-        z = torch.tensor([[0, 3, 3, 3], [3, 3, 2, 3], [0, 1, 2, 0]])
+    z = torch.tensor([[0, V, V, V, 1, V], [V, V, 2, V, 0, 0], [0, 1, 2, 0, 1, 2]])[:, :L]
+    z_stale = torch.full_like(z, V)
     cache = model.refresh(z_stale)
     truth = model.predict(z, cache)[z == V].double().log_softmax(-1)
     got = tadm.log_probs(model, z, cache)
@@ -460,13 +545,26 @@ def test_model_refuses_impossible_sizes(sizes):
 # --------------------------------------------------------------------------- forward process
 
 
+def repeats(draw):
+    """Every random number comes from the generator, and it is used."""
+    one, again, other = (draw(rng(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other), "random: from the given generator, all of it"
+
+
 def test_forward_masks_a_share_t():
     x, t = torch.zeros(4, 20_000, dtype=torch.long), torch.tensor([0.0, 0.3, 0.9, 1.0])
     z = tadm.corrupt(x, t, 7, rng())
+    assert z.dtype == x.dtype and z.shape == x.shape, "Eq. 1: tokens stay (B, L) int64"
     assert set(z.unique().tolist()) == {0, 7}, "Eq. 1: a token stays or becomes the mask"
     for share, expected in zip((z == 7).float().mean(1), t.tolist()):
         error = 5 * math.sqrt(expected * (1 - expected) / 20_000)
         close(share, expected, error, f"Eq. 1: masked share at t = {expected:.1f} is 1 - alpha_t = t")
+    few = (tadm.corrupt(torch.zeros(2000, 50).long(), torch.full((2000,), 0.3), 7, rng()) == 7).float()
+    for which, dim in (("row", 1), ("column", 0)):
+        n = few.shape[dim]
+        close(few.mean(dim).std(), math.sqrt(0.21 / n), 0.6 * math.sqrt(0.21 / n), "Eq. 1: each token is masked "
+              f"by itself, in every row and column; spread of the masked shares of a {which}")
+    repeats(lambda g: tadm.corrupt(x, t, 7, g))
 
 
 def test_further_keeps_alpha_ratio():
@@ -476,6 +574,7 @@ def test_further_keeps_alpha_ratio():
     share = (z_stale == 7).float().mean(1)
     close(share[0], 2 / 7, 0.012, "Eq. 15: t = 0.3, t' = 0.5 masks a visible token with 2/7")
     close(share[1], 0.5, 0.013, "Eq. 15: t = 0 masks with t'")
+    repeats(lambda g: tadm.corrupt_further(z, torch.tensor([0.3, 0.0]), torch.tensor([0.5, 0.5]), 7, g))
 
 
 def test_further_never_shows_what_the_canvas_hides():
@@ -493,29 +592,16 @@ def test_further_never_shows_what_the_canvas_hides():
         tadm.corrupt_further(z, t, torch.where(t > t.median(), t, 0.5 * t), 50, g)
 
 
-def repeats(draw):
-    """Every random number comes from the generator, and it is used."""
-    one, again, other = (draw(rng(seed)) for seed in (1, 1, 2))
-    assert torch.equal(one, again) and not torch.equal(one, other), "random: from the given generator, all of it"
-
-
-def test_forward_repeats_with_the_same_generator():
-    repeats(lambda g: tadm.corrupt(torch.zeros(9, 50).long(), torch.full((9,), 0.5), 7, g))
-
-
-def test_further_repeats_with_the_same_generator():
-    x, t = torch.zeros(9, 50).long(), torch.full((9,), 0.5)
-    repeats(lambda g: tadm.corrupt_further(x, t, t + 0.2, 7, g))
-
-
 # ------------------------------------------------------------------------------------- times
 
 
 def test_times_are_antithetic_and_not_tied_to_rows():
     draws = torch.stack([tadm.sample_times(8, [1], [128], rng(i))[0] for i in range(400)])
-    assert draws.min() > 0 and draws.max() <= 1, "C.2: t ~ U(eps, 1)"
+    assert 1e-3 <= draws.min() and draws.max() <= 1, (
+        f"C.2: t ~ U(1e-3, 1), here from {draws.min():.5f} to {draws.max():.5f}: rescale, t = 1e-3 + (1 - 1e-3) u")
     strata = ((draws - 1e-3) / (1 - 1e-3) * 8).floor().clamp(0, 7).sort(dim=1).values
-    assert (strata == torch.arange(8.0)).all(), "C.2: antithetic, one t in each of B strata"
+    assert (strata == torch.arange(8.0)).all(), (
+        "C.2: antithetic: one t in each of B equal strata of (1e-3, 1), so u = (stratum + U(0, 1)) / B")
     for row in range(8):
         close(draws[:, row].mean(), 0.5, 0.08, f"C.2: over many batches row {row} must meet all t, not "
               "always the same stratum")
@@ -524,6 +610,7 @@ def test_times_are_antithetic_and_not_tied_to_rows():
 def test_times_of_the_anchor():
     """Independent K, T per row, age uniform on 0..K-1, t' = min(1, t + k/T)."""
     t, t_stale = tadm.sample_times(40_000, [1, 4], [10, 1000], rng())
+    assert (t_stale >= t).all() and t_stale.max() <= 1, "C.2: t, t' = min(1, t + k/T) in this order, so t <= t' <= 1"
     inside = t < 0.69  # no clamping there: at most 3/10
     shift = (t_stale - t)[inside]
     expected = {0.0: 0.5 + 0.5 / 4} | {k / T: 1 / 16 for k in (1, 2, 3) for T in (10, 1000)}
@@ -536,7 +623,6 @@ def test_times_of_the_anchor():
         r = float(torch.corrcoef(torch.stack([value[inside], shift]))[0, 1])
         close(r, 0, 0.03, f"C.2: K, T and the age are independent of {what}; correlation with t' - t")
     repeats(lambda g: torch.stack(tadm.sample_times(40, [1, 4], [10, 1000], g)))
-    assert t_stale.max() <= 1 and (t_stale[~inside] >= t[~inside]).all(), "C.2: t' = min(1, t + k/T)"
 
 
 def test_times_are_independent_in_small_batches():
@@ -568,7 +654,8 @@ def test_refresh_has_as_many_anchors_either_way():
     for steps, K in itertools.product((1, 2, 3, 7, 16, 67, 200), (1, 2, 3, 8, 16, 300)):
         even, log = (list(tadm.refresh_steps(steps, K, spacing)) for spacing in ("even", "log"))
         assert even == list(range(0, steps, K)) == list(tadm.refresh_steps(steps, K)), (
-            f"Algorithm 1: (T - i) mod K = 0 for i = T..1, T = {steps}, K = {K}; computed at {even}")
+            f"Algorithm 1: T = {steps}, K = {K}: computed at {even}, due at {list(range(0, steps, K))}, where "
+            "(T - i) mod K = 0 for i = T..1")
         assert len(log) == len(even) and log[0] == 0 and log[-1] < steps, f"T = {steps}, K = {K}: {log}"
         assert all(a < b for a, b in itertools.pairwise(log)), f"strictly increasing: {log}"
     for bad in ((0, 1), (5, 0), (5, 1, "odd")):
@@ -584,34 +671,29 @@ def test_loss_is_recomputed_from_the_canvases():
     g, V = rng(3), 5
     x = torch.randint(0, V, (6, 9), generator=g)
     t, t_stale = torch.linspace(0.1, 0.9, 6), torch.linspace(0.3, 1.0, 6)
-    table = torch.randn(V + 1, V, generator=g)  # logits depend on the cached token, so CE varies
+    table = torch.randn(V + 1, V, generator=g)  # logits depend on the cached left neighbour
 
     class Model(Uniform):
         def predict(self, z, cache):
             super().predict(z, cache)
-            return table[cache]
+            return table[cache.roll(1, dims=1)]
 
     model = Model(V)
+    repeats(lambda g: tadm.t_anelbo(model, x, t, t_stale, generator=g))
+    model.refreshed, model.predicted = [], []
     loss = tadm.t_anelbo(model, x, t, t_stale, generator=g)
     (z_t, z_stale), logp = model.predicted[0], table.double().log_softmax(-1)
     assert torch.equal(model.refreshed[0], z_stale), "the cache must be what refresh returned"
+    assert (z_stale == V).sum() > (z_t == V).sum(), (
+        "Theorem 5.1: predict gets z_t and refresh gets z_t', which has more masks as t' > t. Are they swapped?")
     assert (z_stale[z_t == V] == V).all(), (
         "Eq. 15: the anchor was shown tokens that z_t hides; z_t' is z_t corrupted further")
-    assert (z_stale == V).sum() > (z_t == V).sum(), (
-        "Theorem 5.1: predict gets z_t, and the anchor z_t' with more masks, as t' > t here")
     truth = sum(
-        -float(logp[z_stale[b, l], x[b, l]]) / float(t[b])
+        -float(logp[z_stale[b, l - 1], x[b, l]]) / float(t[b])
         for b, l in (z_t == V).nonzero().tolist()
     ) / x.numel()
     close(loss, truth, 1e-4, "Theorem 5.1: the sum of CE / t over the positions masked in z_t (not in "
           "z_t'), divided by all B * L tokens. Look at: the denominator, t or t' in the weight, which masks")
-
-
-def test_loss_of_uniform_predictions_is_ln_v():
-    t = torch.full((4000,), 0.25)
-    loss = tadm.t_anelbo(Uniform(7), torch.zeros(4000, 20, dtype=torch.long), t, t, generator=rng())
-    close(loss, math.log(7), 0.05, "Theorem 5.1: for uniform predictions the loss is ln V, as a share t of "
-          "the tokens is masked and weighs 1/t")
 
 
 def test_loss_when_the_cross_entropy_depends_on_t():
@@ -702,12 +784,14 @@ def test_bound_of_an_oracle_is_the_entropy(data, V):
 def test_bound_of_any_set_of_steps_in_closed_form(due, monkeypatch):
     """The twins of the next test, with refreshes wherever refresh_steps says: step j has the anchor of
     the last due step d, whose masked share is 1 - d / T."""
-    monkeypatch.setattr(tadm, "refresh_steps", lambda steps, K, spacing="even": due)
+    monkeypatch.setattr(tadm, "refresh_steps", lambda steps, refresh_every, spacing="even":
+                        due if (steps, refresh_every, spacing) == (8, 3, "log") else [0, 2])
     T, x = 8, torch.tensor(TWINS).repeat(3000, 1)
     anchors = [max(d for d in due if d <= j) for j in range(T)]
     truth = sum(math.log(2) / T * (1 - d / T) for d in anchors)
-    nats = tadm.bound(Posterior(TWINS, 2, stale=True), x, T, 3, rng(), draws=8)
-    close(nats.mean(), truth, 0.012, f"Theorem 5.1, T = 8, anchors computed at {due}: t' of the last one")
+    nats = tadm.bound(Posterior(TWINS, 2, stale=True), x, T, 3, rng(), draws=8, spacing="log")
+    close(nats.mean(), truth, 0.012, f"Theorem 5.1, T = 8, K = 3, log spacing, anchors computed at {due}: "
+          "t' of the last one")
 
 
 @pytest.mark.parametrize("steps,K", [(1, 1), (4, 1), (4, 3), (16, 4), (5, 8)])
@@ -726,20 +810,14 @@ def test_bound_of_t_steps_in_closed_form(steps, K):
         close(nats.mean(), truth, 0.012, f"Theorem 5.1, T-step bound, T = {steps}, K = {K}: {where}")
 
 
-def test_bound_has_anchor_and_canvas_on_one_trajectory():
-    model = Uniform(9)
-    tadm.bound(model, torch.arange(9).repeat(300, 1), 10, 4, rng())
-    assert len(model.refreshed) == len(model.predicted), "Eq. 8: the cache must come from refresh"
-    for z_t, z_stale in model.predicted:
-        assert (z_stale[z_t == 9] == 9).all(), (
-            "Eq. 15: in the bound too, z_t' hides all that z_t hides (one trajectory)")
-
-
 def test_bound_takes_the_anchor_of_the_policy():
     """The masked shares of long canvases tell their steps: T = 5, K = 3 has anchors at i = 5 and 2."""
     model = Uniform(3)
     tadm.bound(model, torch.zeros(60, 2000).long(), 5, 3, rng())
+    assert len(model.refreshed) == len(model.predicted), "Eq. 8: the cache must come from refresh"
     for canvases in model.predicted:
+        assert (canvases[1][canvases[0] == 3] == 3).all(), (
+            "Eq. 15: in the bound too, z_t' hides all that z_t hides (one trajectory)")
         i, anchor = ((z == 3).float().mean(1).mul(5).round().tolist() for z in canvases)
         assert set(zip(i, anchor)) <= {(1, 2), (2, 2), (3, 5), (4, 5), (5, 5)}, (
             "Theorem 5.1 under the cached policy: step i uses the anchor of age (T - i) mod K")
@@ -765,9 +843,9 @@ def test_bound_refuses_bad_values():
 def test_bound_of_many_steps_agrees_with_the_limit():
     model = random_model("TADM", n_anchor=1)
     x = torch.randint(0, 11, (1, 6), generator=rng()).repeat(3000, 1)
-    fine, limit = tadm.bound(model, x, 2000, 1, rng()), tadm.bound(model, x, None, 1, rng())
+    fine, limit = tadm.bound(model, x, 100, 1, rng()), tadm.bound(model, x, None, 1, rng())
     error = 4 * float((fine.var() + limit.var()).sqrt()) / math.sqrt(3000)
-    close(fine.mean(), float(limit.mean()), error, "Theorem 5.1: T = 2000 against T -> infinity")
+    close(fine.mean(), float(limit.mean()), error, "Theorem 5.1: T = 100 against T -> infinity")
     t, t_stale = reference.sample_times(3000, [1], [100], rng())
     loss = torch.stack([tadm.t_anelbo(model, x, t, t_stale, generator=rng(i)) for i in range(8)])
     close(loss.mean(), float(limit.mean()), 0.02 * float(limit.mean()), "loss against bound")
@@ -793,20 +871,7 @@ def test_reverse_step_frequencies(alpha_t, alpha_s, sigma):
     kept = torch.ones(2, n, dtype=torch.bool)
     new = tadm.reverse_step(z, logits, alpha_t, alpha_s, sigma, 3, fixed=kept, generator=rng())
     assert (new[1] == 0).all(), "Eq. 17: tokens of a prompt (fixed) are never remasked"
-
-
-@pytest.mark.parametrize("kind", ["cap", "rescale", "loop"])
-def test_reverse_step_keeps_the_marginal(kind):
-    """A canvas with a share 1 - alpha_t of masks must come out with a share 1 - alpha_s."""
-    z = torch.zeros(1, 100_000, dtype=torch.long)
-    for t in (0.9, 0.5, 0.04):
-        alpha_t, alpha_s, sigma = reference.remask_schedule(kind, t, t - 0.02, eta=0.1)
-        assert sigma > 0 or kind == "loop", "this schedule remasks at every step"
-        z_t = reference.corrupt(z, torch.tensor([1 - alpha_t]), 2, rng())
-        z_s = tadm.reverse_step(z_t, torch.zeros(1, 100_000, 2), alpha_t, alpha_s, sigma, 2,
-                                generator=rng(1))
-        close((z_s == 2).float().mean(), 1 - alpha_s, 0.008,
-              f"Eq. 17, {kind}: after a step the masked share is 1 - alpha_s, remasked ones included")
+    close((new[0] != 3).float().mean(), reveal, 0.01, "Eq. 17: fixed says what is not remasked; masks are revealed")
 
 
 def test_reverse_step_cuts_sigma():
@@ -848,6 +913,9 @@ def test_reverse_step_by_confidence():
               "with sigma * softmax(-confidence) over the visible tokens that are not fixed")
     assert (new[:, 4] == 0).all(), "Eq. 17: a fixed token is never remasked"
     close((new[:, 3] != 3).float().mean(), 0.1 / 0.6, 0.012, "Eq. 17: conf leaves a masked token's sigma 0")
+    new = tadm.reverse_step(torch.full((1, n), 3), torch.zeros(1, n, 3), 0.4, 0.7, 1e4, 3,
+                            confidence=torch.ones(1, n), generator=rng())
+    close((new != 3).float().mean(), 0.5, 0.015, "conf: nothing visible, so sigma = 0 in Eq. 17")
 
 
 def test_reverse_step_notes_how_sure_it_was():
@@ -863,28 +931,36 @@ def test_reverse_step_notes_how_sure_it_was():
 
 def test_reverse_step_where_is_what_it_does():
     """choose_positions alone: the places that a step with the same randomness reveals and remasks."""
-    z, logits = torch.randint(0, 4, (50, 40), generator=rng()), torch.zeros(50, 40, 3)
+    z, logits = torch.randint(0, 4, (50, 40), generator=rng()), torch.randn(50, 40, 3, generator=rng())
     fixed = torch.rand(50, 40, generator=rng()) < 0.3
-    new = tadm.reverse_step(z, logits, 0.3, 0.6, 0.4, 3, fixed=fixed, generator=rng(1))
+    new = tadm.reverse_step(z, logits, 0.3, 0.6, 0.4, 3, fixed=fixed, temperature=0, generator=rng(1))
     reveal, remask = tadm.choose_positions(z, 0.3, 0.6, 0.4, 3, fixed, generator=rng(1))
     assert torch.equal(reveal, (z == 3) & (new != 3)), "Eq. 17: reveal is where masks become tokens"
     assert torch.equal(remask, (z != 3) & (new == 3)), "Eq. 17: remask is where tokens become masks"
+    assert torch.equal(new[reveal], logits.argmax(-1)[reveal]), "Eq. 17: each token is drawn from its place's logits"
+    repeats(lambda g: tadm.reverse_step(z, logits, 0.3, 0.6, 0.5, 3, generator=g))
 
 
-def test_reverse_step_repeats_with_the_same_generator():
-    z = torch.randint(0, 4, (20, 50), generator=rng())
-    repeats(lambda g: tadm.reverse_step(z, torch.zeros(20, 50, 3), 0.3, 0.6, 0.5, 3, generator=g))
+# Of three tokens with 1/2, 1/4, 1/4: how often the first comes tells which options were used.
+ASKED = [({}, 1 / 2), ({"temperature": 0}, 1), ({"temperature": 0.5}, 2 / 3), ({"temperature": 2.0}, 0.4142),
+         ({"top_p": 0.0}, 1), ({"top_p": 0.6}, 2 / 3), ({"temperature": 0.5, "top_p": 0.6}, 1)]
+LOGITS = torch.tensor([0.5, 0.25, 0.25]).log() + 3
 
 
-def test_reverse_step_of_a_large_vocabulary():
-    """V = 50257 at reveal probability 1/1024: a float32 Gumbel draw over V + 1 gets this wrong."""
-    V, revealed = 50_257, 0
-    for i in range(60):
-        z = tadm.reverse_step(torch.full((1, 1000), V), torch.zeros(1, 1, 1).expand(1, 1000, V), 0.0,
-                              1 / 1024, 0.0, V, generator=rng(i))
-        revealed += int((z != V).sum())
-    close(revealed, 60_000 / 1024, 35, "Eq. 17: tokens of 60,000 revealed in one step with probability "
-          "1/1024. Look at: one float32 draw over V + 1 outcomes (decide first whether, then draw which)")
+@pytest.mark.parametrize("options,share", ASKED)
+def test_reverse_step_draws_as_asked(options, share):
+    logits = LOGITS.expand(1, 20_000, 3)
+    z = tadm.reverse_step(torch.full((1, 20_000), 3), logits, 0.0, 0.9, 0.0, 3, generator=rng(), **options)
+    close((z == 0).float().mean() / 0.9, share, 0.02, f"Eq. 17: share of the likeliest token with {options}")
+
+
+def test_reverse_step_of_a_large_vocabulary(monkeypatch):
+    """V = 50257 at reveal probability 1/1024 and uniform numbers of 24 bits, made small: 64, 1/64 and 10 bits."""
+    rand, n = torch.rand, 40_000
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: (rand(*size, **options) * 1024).floor() / 1024)
+    z = tadm.reverse_step(torch.full((1, n), 64), torch.zeros(1, n, 64), 0.0, 1 / 64, 0.0, 64, generator=rng())
+    close((z != 64).float().mean(), 1 / 64, 0.003, "Eq. 17: share revealed with probability 1/64 if random numbers "
+          "have 10 bits. Look at: one Gumbel draw over V + 1 outcomes (decide first whether, then draw which)")
 
 
 @pytest.mark.parametrize("remask", reference.REMASK)
@@ -894,6 +970,23 @@ def test_sampler_leaves_no_mask(remask, steps):
     assert (z < 5).all(), (
         f"Eq. 17: {int((z == 5).sum())} masks are left after {steps} steps; alpha_0 = 1, so the last step "
         "reveals everything. Look at: s of the last step, sigma in it")
+
+
+@pytest.mark.parametrize("remask,options", [
+    ("none", {}), ("cap", {"eta": 0.2}), ("rescale", {"eta": 0.5}), ("loop", {}),
+    ("loop", {"eta": 0.1, "t_on": 0.7, "t_off": 0.2, "alpha_on": 0.8})])
+def test_sampler_steps_as_remask_says(remask, options):
+    """The shares of a large canvas: masked after each step, and remasked among the visible tokens."""
+    seen, T = [torch.full((500, 200), 3)], 12
+    tadm.sample(Uniform(3), 500, 200, T, 2, remask=remask, generator=rng(), **options,
+                callback=lambda step, z, age: seen.append(z.clone()))
+    for j, (before, after) in enumerate(itertools.pairwise(seen)):
+        i = T - j
+        _, alpha_s, sigma = reference.remask_schedule(remask, i / T, (i - 1) / T, **options)
+        what = f"Algorithm 1, remask = {remask}, {options}, step from t = {i}/{T} to {i - 1}/{T}"
+        close((after == 3).float().mean(), 1 - alpha_s, 0.01, f"{what}: masked share 1 - alpha_s")
+        gone = ((before != 3) & (after == 3)).sum() / (before != 3).sum().clamp(min=1)
+        close(gone, sigma * (j > 0), 0.015, f"{what}: share of the visible tokens that is remasked, sigma")
 
 
 @pytest.mark.parametrize("kind", reference.REMASK)
@@ -956,13 +1049,6 @@ def test_sampler_conf_remasks_the_doubtful():
               "sigma_max * softmax(-probability)")
 
 
-def test_reverse_step_shares_sigma_among_visible_tokens():
-    z, sure = torch.full((1, 40_000), 2), torch.ones(1, 40_000)
-    logits = torch.zeros(1, 40_000, 2)
-    new = tadm.reverse_step(z, logits, 0.4, 0.7, 1e4, 2, confidence=sure, generator=rng())
-    close((new != 2).float().mean(), 0.5, 0.012, "conf: nothing visible, so sigma = 0 in Eq. 17")
-
-
 # ---------------------------------------------------------------------------- drawing tokens
 
 
@@ -976,9 +1062,6 @@ def test_draw_nucleus_keeps_the_token_that_crosses_p():
             truth = float(logits[0, i].exp()) / total
             close((ids == i).float().mean(), truth, 0.015, f"nucleus p = {p}: renormalised")
         assert torch.allclose(prob, logits.exp().gather(1, ids[:, None])[:, 0]), "confidence of ids"
-
-
-def test_draw_nucleus_stops_where_p_is_reached():
     ids, _ = tadm.draw_tokens(torch.zeros(2000, 4), 1.0, 0.5, rng())
     assert len(ids.unique()) == 2, "nucleus p = 1/2 of four equal tokens keeps two: their sum reaches p"
 
@@ -1005,6 +1088,26 @@ def test_draw_temperature():
 # ---------------------------------------------------------------------- sampler and cache
 
 
+@pytest.mark.parametrize("spacing", ["even", "log"])
+@pytest.mark.parametrize("steps,K", [(10, 4), (10, 1), (10, 20), (1, 3), (9, 3)])
+def test_cache_is_made_when_it_is_due(steps, K, spacing):
+    """The anchor is computed at steps 0, K, 2K, ..., or as log spacing says, on that step's canvas."""
+    model, canvases, ages = Uniform(4), [torch.full((200, 30), 4)], []
+    _, stats = tadm.sample(model, 200, 30, steps, K, generator=rng(), spacing=spacing,
+                           callback=lambda step, z, age: (canvases.append(z.clone()), ages.append(age)))
+    due = list(range(0, steps, K)) if spacing == "even" else reference.refresh_steps(steps, K, spacing)
+    last = [max(d for d in due if d <= j) for j in range(steps)]
+    got = [next((j for j, c in enumerate(canvases) if torch.equal(c, z)), None) for z in model.refreshed]
+    assert got == due, f"Algorithm 1: T = {steps}, K = {K}: anchors computed at {got}, due at {due}"
+    assert ages == [j - d for j, d in enumerate(last)], "Algorithm 1: the anchor's age goes 0, 1, .., 0, 1"
+    assert stats["anchor_calls"] == len(due), "stats: the calls really made"
+    assert stats["denoiser_calls"] == len(model.predicted) == steps, "stats: the calls really made"
+    for j, (z, cache) in enumerate(model.predicted):
+        assert torch.equal(z, canvases[j]), f"Algorithm 1: step {j} predicts from the canvas before it"
+        assert torch.equal(cache, canvases[last[j]]), (
+            f"Algorithm 1: step {j} uses the anchor of step {last[j]}, and its canvas is not written into later")
+
+
 @torch.no_grad()
 def follows_algorithm_1(model, steps, K, remask="none"):
     """Algorithm 1 word by word beside a run of the sampler: everything computed anew at every step.
@@ -1019,7 +1122,8 @@ def follows_algorithm_1(model, steps, K, remask="none"):
     for j, (before, after) in enumerate(itertools.pairwise(seen)):
         if j % K == 0:
             cache = model.refresh(before)
-        new = (before == 11) & (after != 11)
+        new, kept = (before == 11) & (after != 11), (before != 11) & ((after != 11) | (remask == "none"))
+        assert torch.equal(after[kept], before[kept]), "SUBS: a visible token stays, unless it is remasked"
         wrong = (after != model.predict(before, cache).argmax(-1))[new]
         assert not wrong.any(), (
             f"Algorithm 1, T = {steps}, K = {K}: {int(wrong.sum())} tokens revealed at step {j} are not what "
@@ -1040,7 +1144,7 @@ def test_sampler_is_algorithm_1(kind, steps, K, remask):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["TADM", "ADLM", "MDLM"])
 @pytest.mark.parametrize("steps,K,remask", [(5, 1, "none"), (90, 4, "none"), (30, 8, "loop")])
-def test_sampler_draws_what_an_eager_algorithm_1_draws(kind, steps, K, remask):
+def test_sampler_equals_an_eager_algorithm_1(kind, steps, K, remask):
     """Algorithm 1 with every anchor and every prediction computed, needed or not: the same tokens."""
     if tadm is not reference:
         pytest.skip("another implementation may draw its random numbers in another order")
@@ -1065,25 +1169,6 @@ def test_sampler_skips_what_nothing_reads():
     assert max(calls) <= 6, "a step that reveals nothing needs no prediction and no anchor"
 
 
-@pytest.mark.parametrize("spacing", ["even", "log"])
-@pytest.mark.parametrize("steps,K", [(10, 4), (10, 1), (10, 20), (1, 3), (9, 3)])
-def test_cache_is_refreshed_when_it_is_due(steps, K, spacing):
-    """The anchor is computed at steps 0, K, 2K, ..., or as log spacing says, on that step's canvas."""
-    model, canvases, ages = Uniform(4), [torch.full((200, 30), 4)], []
-    _, stats = tadm.sample(model, 200, 30, steps, K, generator=rng(), spacing=spacing,
-                           callback=lambda step, z, age: (canvases.append(z.clone()), ages.append(age)))
-    due = list(range(0, steps, K)) if spacing == "even" else reference.refresh_steps(steps, K, spacing)
-    last = [max(d for d in due if d <= j) for j in range(steps)]
-    got = [next((j for j, c in enumerate(canvases) if torch.equal(c, z)), None) for z in model.refreshed]
-    assert got == due, f"Algorithm 1: T = {steps}, K = {K}: anchors computed at {got}, due at {due}"
-    assert ages == [j - d for j, d in enumerate(last)], "Algorithm 1: the anchor's age goes 0, 1, .., 0, 1"
-    assert stats["anchor_calls"] == len(due), "stats: the calls really made"
-    assert stats["denoiser_calls"] == len(model.predicted) == steps, "stats: the calls really made"
-    for j, (z, cache) in enumerate(model.predicted):
-        assert torch.equal(z, canvases[j]), f"Algorithm 1: step {j} predicts from the canvas before it"
-        assert torch.equal(cache, canvases[last[j]]), f"Algorithm 1: step {j} uses the anchor of step {last[j]}"
-
-
 def test_cache_does_not_survive_a_call():
     model = random_model("TADM")
     first, _ = tadm.sample(model, 2, 6, 12, 3, generator=rng(1))
@@ -1099,35 +1184,21 @@ def frequencies(z, language):
 
 def test_sampler_one_by_one_reproduces_the_data():
     calls = []
-    z, stats = tadm.sample(Posterior(LANGUAGE, 3), 20_000, 4, None, generator=rng(),
+    z, stats = tadm.sample(Posterior(LANGUAGE, 3), 2000, 4, None, generator=rng(),
                            callback=lambda step, z, age: calls.append((z == 3).sum(1)))
     assert stats["steps"] == 4 and all((c == 3 - j).all() for j, c in enumerate(calls)), (
         "steps = None: exactly one token per step"
     )
     for row, share in zip(LANGUAGE, frequencies(z, LANGUAGE)):
-        close(share, 1 / len(LANGUAGE), 0.012, f"an exact oracle writes {row} as often as the data")
-
-
-@pytest.mark.parametrize("steps,K", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 3)])
-def test_cache_parallel_reveals_err_as_often_as_they_must(steps, K):
-    """Twins revealed under the same anchor step disagree half the time; P(same step) is known.
-
-    Both tokens pick a step uniformly. With a predictor that reads only the anchor, twins revealed
-    between two refreshes are independent.
-    """
-    groups = np.bincount([j // K for j in range(steps)]) / steps
-    z, _ = tadm.sample(Posterior(TWINS, 2, stale=True), 20_000, 2, steps, K, generator=rng())
-    wrong = (z[:, 0] != z[:, 1]).float().mean()
-    close(wrong, float((groups**2).sum()) / 2, 0.015, f"Algorithm 1, T = {steps}, K = {K}: share of unlike "
-          "twins. Look at: which steps share an anchor, and that each token is as likely to come at each step")
+        close(share, 1 / len(LANGUAGE), 0.036, f"an exact oracle writes {row} as often as the data")
 
 
 def test_sampler_one_by_one_in_uniform_order():
     first = []
-    tadm.sample(Uniform(2), 12_000, 6, None, generator=rng(),
+    tadm.sample(Uniform(2), 1500, 6, None, generator=rng(),
                 callback=lambda step, z, age: first.append((z != 2).float().mean(0)))
     for share in first[0]:
-        close(share, 1 / 6, 0.015, "steps = None: the first token's place is uniform")
+        close(share, 1 / 6, 0.04, "steps = None: the first token's place is uniform")
 
 
 @pytest.mark.parametrize("steps,remask", [(None, "none")] + [(50, kind) for kind in reference.REMASK])
@@ -1145,15 +1216,9 @@ def test_sampler_holds_the_prompt_fixed(steps, remask):
     rows = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 5], [5] * 8])  # one prompt for each row
     z, _ = tadm.sample(Uniform(5), 2, 8, steps, 2, prompt=rows, remask=remask, generator=rng())
     assert (z < 5).all() and torch.equal(z[0, :7], rows[0, :7]), "a row with more holes takes more steps"
-
-
-def test_sampler_carries_visible_tokens_over():
-    seen = []
-    tadm.sample(random_model("TADM"), 20, 6, 10, 3, generator=rng(),
-                callback=lambda step, z, age: seen.append(z.clone()))
-    for before, after in itertools.pairwise(seen):
-        assert (after[before != 11] == before[before != 11]).all(), (
-            "SUBS: a token once visible stays what it is (sigma = 0); what is visible is read from z_t")
+    full = prompt.clamp(max=4)
+    z, _ = tadm.sample(Uniform(5), 2, 8, steps, 2, prompt=full, remask=remask, generator=rng())
+    assert (z == full).all(), "a prompt without holes is returned as it is"
 
 
 @pytest.mark.parametrize("bad", [
@@ -1167,16 +1232,14 @@ def test_sampler_refuses_bad_values(bad):
         tadm.sample(Uniform(3), **({"batch_size": 1, "seq_len": 4, "steps": 2, "refresh_every": 1} | bad))
 
 
-def test_sampler_passes_temperature_and_nucleus_on():
-    """One token has probability 1/2, two have 1/4: how often it comes tells what was used."""
+@pytest.mark.parametrize("options,share", ASKED)
+def test_sampler_passes_temperature_and_nucleus_on(options, share):
     class Skewed(Uniform):
         def predict(self, z, cache):
-            return torch.tensor([0.25, 0.5, 0.25]).log().expand(*z.shape, 3)
+            return LOGITS.expand(*z.shape, 3)
 
-    for options, share in (({}, 1 / 2), ({"top_p": 0}, 1), ({"temperature": 0}, 1), ({"temperature": 0.5}, 2 / 3),
-                           ({"top_p": 0.6}, 2 / 3)):
-        z, _ = tadm.sample(Skewed(3), 2000, 10, 5, generator=rng(), **options)
-        close((z == 1).float().mean(), share, 0.015, f"share of the likeliest token with {options or 'no options'}")
+    z, _ = tadm.sample(Skewed(3), 2000, 10, 5, generator=rng(), **options)
+    close((z == 0).float().mean(), share, 0.015, f"Algorithm 1: share of the likeliest token with {options}")
 
 
 def test_sampler_defaults_and_statistics():
@@ -1231,9 +1294,9 @@ def test_paired_against_numpy(n_heads):
             "the cached states), the order in J and F, the residual in R and phi, s_H in the result")
 
 
+@pytest.mark.skipif(tadm is not reference, reason="how weights start is our own choice")
 def test_paired_starts_with_an_rms_of_1():
     fusion = tadm.PairedFusion(64, 40, 4)
-    same_layout(fusion, reference.PairedFusion(64, 40, 4))
     queries_and_keys, values = fusion.qkv.weight[:80], fusion.qkv.weight[80:]
     for weight, scale in ((fusion.reduce_c.weight, 1), (fusion.reduce_h.weight, 1), (queries_and_keys, 0.5),
                           (values, 1), (fusion.out.weight, 1), (fusion.mlp[0].weight, 1), (fusion.mlp[2].weight, 1)):
@@ -1290,10 +1353,11 @@ def test_split_refuses_what_is_impossible(base):
 
 
 def posttrain_step(student, base, lr=0.1):
-    optimizer = torch.optim.SGD(student.parameters(), lr=lr)
     x = torch.randint(0, 11, (16, 6), generator=rng())
     tadm.posttrain_loss(student, base, x, 6, generator=rng(1)).backward()
-    optimizer.step()
+    with torch.no_grad():
+        for p in student.parameters():
+            p -= lr * (0 if p.grad is None else p.grad)
 
 
 def test_split_only_the_new_part_learns_and_a_fresh_anchor_is_the_teacher(base):
@@ -1329,6 +1393,7 @@ def test_rollout_makes_k_steps():
     new, shown = (z != start) & (start == 3), start != 3
     assert all(new[age == k].any() for k in (1, 2)), "Eq. 13: k reverse steps reveal tokens"
     assert (z[new] != x[new]).float().mean() > 0.5, "on-policy: revealed by the model, not from x"
+    assert len(z[new].unique()) == 3, "Eq. 13: tokens are drawn as the sampler draws them, not the likeliest"
     assert (z[shown] == start[shown]).all(), "sigma = 0 hides nothing visible"
     assert (start[shown] == x[shown]).all(), "the anchor's canvas is x with masks"
     error = 5 * math.sqrt(0.25 / (n // 3 * 20))
@@ -1338,6 +1403,10 @@ def test_rollout_makes_k_steps():
     repeats(lambda g: tadm.rollout(model, x, age, 10, g)[0])
     levels = t * 10 + age
     assert torch.allclose(levels, levels.round(), atol=1e-4), "Eq. 13: t' on the grid i/T"
+    long = Uniform(3)  # the masked share of a long canvas tells its time
+    tadm.rollout(long, torch.zeros(200, 2000).long(), age[:200], 10, rng(1))
+    share = (long.refreshed[0] == 3).float().mean(1) * 10
+    assert (share - share.round()).abs().mean() < 0.15, "Eq. 13: anchor's canvas at t' = i_a / T, on the grid"
     assert (t > 0.05).all() and levels.max().round() == 10, "i_a = clip(.., k + 1, T)"
     for i in range(4, 11):  # floor(10 t' + 1/2): half as often at the end
         truth = 0.05 if i == 10 else 0.1
@@ -2307,9 +2376,12 @@ def blank(source, names):
     for name, (node, doc) in reversed(found.items()):  # from the end, so that line numbers hold
         if name in names or name.partition(".")[0] in names:
             start = node.body[1 if ast.get_docstring(node) else 0]
+            first = start.lineno
+            while not lines[first - 2].strip() or lines[first - 2].lstrip().startswith("#"):
+                first -= 1  # a comment above the body tells what is in it
             hint = EQUATION.search(doc)
             message = f"{hint[0]}: {name}" if hint else name
-            lines[start.lineno - 1 : node.end_lineno] = [
+            lines[first - 1 : node.end_lineno] = [
                 f'{" " * start.col_offset}raise NotImplementedError("{message}")']
     return "\n".join(lines)
 
@@ -2487,6 +2559,7 @@ def test_homework_keeps_all_but_the_bodies(capsys, tmp_path, monkeypatch):
             module[name](*[None] * arguments)
     with pytest.raises(NotImplementedError, match="Eq. 48-56"):
         module["PairedFusion"](8, 4)(None, None, None)
+    assert "# 1. Noise, and more noise" not in printed, "a comment above a body tells what was in it"
     gone = printed.count("raise NotImplementedError")
     assert gone == 5, "two of GatedFusion, and one each of the others"
     kept = {ast.dump(node) for node in ast.parse(printed).body}
@@ -2497,20 +2570,55 @@ def test_homework_keeps_all_but_the_bodies(capsys, tmp_path, monkeypatch):
 
 
 def test_homework_is_graded_one_thing_at_a_time(tmp_path):
-    """A module with one function blanked, one wrong and one missing, graded in a process of its own."""
+    """A module with open, wrong and missing functions and type hints, graded in a process of its own."""
     source = blank(inspect.getsource(reference), ["corrupt_further"])
-    source = source.replace("sigma_max = min(1.0, ", "sigma_max = max(1.0, ") + "\ndel sample_times\n"
+    for old, new in (("def corrupt_further(z_t, ", "def corrupt_further(z_t: torch.Tensor, "),
+                     ("sigma_max = min(1.0, ", "sigma_max = max(1.0, "),
+                     ("    return torch.where(u < t[:, None], mask_id, x)",
+                      "    x[u < t[:, None]] = mask_id\n    return x")):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    source += "\ndel sample_times\nlayer_calls = 5\nbound = min  # a builtin without a signature\n"
     (tmp_path / "half_done.py").write_text(source, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", __file__, "-k",
-               "forward or further or times or loss or schedule or reverse"]
+               "forward or further or times or loss or schedule or reverse or layer_calls"]
     env = os.environ | {"TADM_MODULE": "half_done", "PYTHONPATH": str(Path(__file__).parent)}
     result = subprocess.run(command, check=False, capture_output=True, text=True, encoding="utf-8",
                             cwd=tmp_path, env=env)
     failed = {line.split("::")[1].split("[")[0].split(" ")[0] for line in result.stdout.splitlines()
               if line.startswith("FAILED")}
-    assert {name.split("_")[1] for name in failed} == {"further", "schedule", "times"}, result.stdout
-    assert "Eq. 15: corrupt_further" in result.stdout
-    assert "half_done has no sample_times(batch_size, " in result.stdout
+    assert {name.split("_")[1] for name in failed} == {
+        "forward", "further", "schedule", "times", "sampler"}, result.stdout
+    for message in ("corrupt has written into its argument x", "Eq. 15: corrupt_further",
+                    "half_done has no sample_times(batch_size, ", "half_done has no layer_calls(config, "):
+        assert message in result.stdout
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs SIGALRM")
+def test_homework_that_loops_is_stopped():
+    def forever(*_):
+        while True:
+            pass
+
+    what = "test_x was stopped after 0.05 s in (sample|forever), line"
+    with pytest.raises(pytest.fail.Exception, match=what), limited("test_x", 0.05):
+        reference.sample(Uniform(2), 1, 2, 2, callback=forever)
+
+
+def test_homework_table_of_the_readme():
+    """Each row's -k selects the tests of the functions that it names, and no others."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r'^\| *\d+ \| (.*?) \| .*? \| `"?([a-z ]+)"?` \|', text, re.MULTILINE)
+    tests, seen, named = [name for name in globals() if name.startswith("test_")], [], []
+    for what, expression in rows:
+        names, groups = re.findall(r"`([\w.]+)`", what), expression.split(" or ")
+        graded = {name for group in groups for name in GROUPS[group]} - {"Config", "MDLM"}
+        assert {name.split(".")[0] for name in names} == graded, f"README, -k {expression}"
+        chosen = {test.split("_")[1] for test in tests if any(group in test for group in groups)}
+        assert chosen & GROUPS.keys() == set(groups), f"-k {expression} also selects {chosen}"
+        seen, named = seen + groups, named + names
+    assert sorted(seen) == sorted(GROUPS)
+    blank(inspect.getsource(reference), named)  # refuses names that do not exist
 
 
 def main(argv=None):
