@@ -139,8 +139,7 @@ class DiffusionLM(nn.Module):
             raise ValueError(f"canvas of {z.shape[1]} tokens, seq_len is {self.config.seq_len}")
         return self.token(z) + self.position[: z.shape[1]]
 
-    def read(self, y):
-        """The end of D: states (..., d) -> logits (..., V)."""
+    def read(self, y):  # the end of D: (..., d) -> (..., V)
         return self.head(self.norm(y))
 
     def predict(self, z, cache):
@@ -249,11 +248,9 @@ def sample_times(batch_size, refresh_choices, steps_choices, generator=None, dev
 
 def refresh_steps(steps, refresh_every, spacing="even"):
     """The steps j = 0..T-1, counted from the start, at which the anchor is computed: a list.
-
-    even: 0, K, 2K, ... as in Algorithm 1. log (not in the paper): as many, closer together
-    at the start. An anchor ages by what has been revealed since, compared with what it saw:
-    refresh k of n comes at the visible share c ((1 + c) / c)^(k/n) - c, with c = 0.2.
-    Raises ValueError for other spacings and values below 1."""
+    even: 0, K, 2K, ... as in Algorithm 1. log (not in the paper): as many, closer together at
+    the start, as an anchor ages by what is revealed since, measured by what it saw: refresh k
+    of n at the visible share c ((1 + c) / c)^(k/n) - c, c = 0.2. Raises ValueError."""
     if min(steps, refresh_every) < 1 or spacing not in ("even", "log"):
         raise ValueError(f"no such refresh: every {refresh_every} of {steps} steps, {spacing!r}")
     if spacing == "even":
@@ -296,8 +293,7 @@ def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
     # 2. Predict the masked tokens of z_t with the stale anchor.
     cache = model.refresh(z_stale)
     log_q = log_probs(model, z_t, cache)
-    # 3. Cross-entropy times 1/t, the rate at which masked tokens are revealed at t,
-    #    divided by all B * L tokens.
+    # 3. Cross-entropy times 1/t, the rate of reveals at t, divided by all B * L tokens.
     masked = z_t == model.mask_id
     ce = F.nll_loss(log_q, x[masked], reduction="none")  # (N,)
     loss = weighted_mean(ce, masked, t).mean()
@@ -388,7 +384,6 @@ def remask_schedule(kind, t, s, eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
 def choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed=None, confidence=None,
                      generator=None):
     """Where a reverse step acts (Eq. 17): reveal, remask, both (B, L) bool.
-
     A masked token is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t),
     a visible one is remasked with sigma. (sigma = 0: the first is (t - s) / t = 1/i.)
     alpha_t, alpha_s, sigma: floats or (B, 1); sigma is cut to its largest valid value.
@@ -417,8 +412,7 @@ def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
     released ReMDM code drops it."""
     if temperature < 1e-6:
         temperature, top_p = 1.0, 0.0
-    probs = (logits.float() / temperature).softmax(dim=-1)
-    weights = probs
+    weights = probs = (logits.float() / temperature).softmax(dim=-1)
     if top_p < 1:
         ranked, index = probs.sort(dim=-1, descending=True, stable=True)
         outside = ranked.cumsum(dim=-1) - ranked >= top_p  # the sum was reached before it
@@ -431,9 +425,8 @@ def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
 def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, confidence=None,
                  temperature=1.0, top_p=1.0, generator=None):
     """One reverse step (Eq. 17) from z_t to z_s, (B, L) int64: first where, then what.
-    (sample does the same two halves, but predicts between them, if anything is revealed.)
-    logits: (B, L, V). confidence is updated in place with the probability of each new
-    token. All else: see choose_positions and draw_tokens."""
+    (sample does the two halves, but predicts between them, if anything is revealed.) logits:
+    (B, L, V). confidence: updated in place. All else: see choose_positions, draw_tokens."""
     reveal, remask = choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed, confidence,
                                       generator)
     z_s = z.masked_fill(remask, mask_id)
@@ -592,8 +585,7 @@ class PostTrained(nn.Module):
     def read(self, y):
         return self.base.read(y)
 
-    def predict(self, z, cache):
-        return self.read(self.denoise(z, cache))
+    predict = DiffusionLM.predict  # read and denoise
 
 
 @torch.no_grad()
@@ -628,7 +620,6 @@ def posttrain_loss(student, teacher, x, steps, ages=(0, 1, 2), kd_weight=1.0, ge
     # 2. Predict there once more, with gradients, and ask the teacher, which sees all of z.
     log_q, masked = log_probs(student, z, cache), z == student.mask_id
     log_p = log_probs(teacher, z, teacher.refresh(z)).detach()
-    # 3. Eq. 14.
-    ce = F.nll_loss(log_q, x[masked], reduction="none")
+    ce = F.nll_loss(log_q, x[masked], reduction="none")  # 3. Eq. 14
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
     return weighted_mean(ce + kd_weight * kl, masked, t).mean()
