@@ -762,8 +762,7 @@ def evaluate(model, x, steps, refresh_every, generator, **options):
     return torch.cat(parts)
 
 
-def measure(model, x, tokenizer, steps, refresh_every, num, single, teacher=None, spacing="even",
-            **options):
+def measure(model, x, tokenizer, steps, refresh_every, num, single, teacher=None, spacing="even"):
     """One row of a table, and the canvases z (num, L) that were sampled for it, always with the same
     noise. Layer calls are per step, relative to a model of `single` layers."""
     noise = [step_generator(0, i, x.device) for i in range(3)]
@@ -773,8 +772,7 @@ def measure(model, x, tokenizer, steps, refresh_every, num, single, teacher=None
         kl = evaluate(model, x, *policy, noise[1], spacing=spacing, teacher=teacher)
         row["KL"] = float(kl.mean())
     begin = time.perf_counter()
-    z, stats = tadm.sample(model, num, x.shape[1], *policy, spacing=spacing, generator=noise[2],
-                           **options)
+    z, stats = tadm.sample(model, num, x.shape[1], *policy, spacing=spacing, generator=noise[2])
     row["tokens/s"] = per_second(z.numel(), begin)
     layers, fused = stats["layer_calls"], stats["denoiser_calls"] * fusion_share(model)
     row["stories"], row["sentences"] = valid_shares(z, tokenizer)
