@@ -1,6 +1,6 @@
 """Write text with a checkpoint of train_toy.py.
 
-    python sample.py                                     # three texts from out/tadm.pt
+    python sample.py                                     # three texts, of out/tadm.pt if it exists
     python sample.py --prompt "Once upon a time" --refresh-every 8
     python sample.py --prompt "Once upon a time, ___ and Mia went to the [MASK]." --watch
     python sample.py --compare out/tadm.pt out/mdlm.pt   # the same questions to several models
@@ -11,10 +11,12 @@ import functools
 import html
 import itertools
 import math
+import os
 import re
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -41,6 +43,7 @@ from train_toy import (
     write_file,
 )
 
+SHIPPED = Path(__file__).parent / "assets" / "tadm.pt"  # its weights are halves; see README
 WITH_COMPARE = ("data", "judge", "quick", "markdown")
 HOLE = re.compile(r"( ?(?:\[MASK\]|_{3,}))")  # one hidden token; a token brings its own space
 
@@ -49,7 +52,8 @@ def parse(argv):
     parser = argparse.ArgumentParser(description="Write text with a checkpoint of train_toy.py.")
     parser.error = fail
     add = parser.add_argument
-    add("checkpoint", nargs="?", default="out/tadm.pt", help="default: out/tadm.pt")
+    add("checkpoint", nargs="?", help="default: out/tadm.pt, or before any training a small one "
+        "of the built-in stories that comes with the project")
     add("--num", type=number(int, 1, 10**6), default=3, help="texts to write (default 3)")
     steps = parser.add_mutually_exclusive_group().add_argument
     steps("--steps", type=number(int, 1, 10**9), help="reverse steps T (default: twice the canvas)")
@@ -329,7 +333,10 @@ def run(argv):
     device = pick_device(args.device)
     if args.compare:
         return compare(args, device)
-    model, tokenizer = build(load_checkpoint(args.checkpoint), device)
+    if not args.checkpoint and not os.path.exists("out/tadm.pt"):
+        print("no out/tadm.pt yet: this is the small model of the built-in stories in assets/\n")
+        args.checkpoint = SHIPPED
+    model, tokenizer = build(load_checkpoint(args.checkpoint or "out/tadm.pt"), device)
     if args.naive and not isinstance(model, tadm.PostTrained):
         raise UserError("--naive needs a post-trained model: leave it out")
     model.naive, seq_len = args.naive, model.config.seq_len

@@ -2129,6 +2129,19 @@ def test_script_compare_agrees_with_direct_calls(mdlm, tales, capsys):
     assert "--num has no effect" in wrong(main, ["--compare", paths[0], "--num", 1], capsys)
 
 
+def test_script_ships_a_model_as_good_as_the_readme_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # no out/tadm.pt here
+    assert sample_script.main(["--num", "1"]) == 0 and "assets" in capsys.readouterr().out
+    assert sample_script.SHIPPED.stat().st_size < 1e6
+    checkpoint = train_toy.load_checkpoint(sample_script.SHIPPED)
+    model, _ = train_toy.build(checkpoint, "cpu")
+    readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    nats, error = re.search(r"bound on 512 .*?: ([\d.]+) \+- ([\d.]+) nats/token", readme).groups()
+    x = train_toy.load_data(argparse.Namespace(**checkpoint["args"]), checkpoint)[1][:128]
+    got = reference.bound(model, x, None, generator=rng(), draws=8).mean()
+    close(got, float(nats), 4 * float(error), "the bound that the README quotes, on a quarter of its canvases")
+
+
 def test_script_entropy_of_samples_and_work_of_a_correction():
     z = torch.tensor([[0, 0, 1, 1], [2, 2, 2, 2]])
     close(sample_script.unigram_entropy(z), math.log(2) / 2, 1e-6, "mean over canvases")
