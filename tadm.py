@@ -125,7 +125,7 @@ class DiffusionLM(nn.Module):
         self.position = nn.Parameter(torch.empty(config.seq_len, config.d_model))
         self.norm, self.head = nn.LayerNorm(config.d_model), nn.Linear(config.d_model, self.mask_id)
         nn.init.normal_(self.token.weight, std=0.8)  # not drowned by what the layers add
-        nn.init.normal_(self.position, std=0.05)  # else what recurs elsewhere is found late
+        nn.init.normal_(self.position, std=0.05)  # small: copies over a distance come sooner
         # Learns faster than a gain of 1, but the first losses lie far above ln V.
         nn.init.constant_(self.norm.weight, 8.0)
 
