@@ -422,6 +422,21 @@ def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
     return ids[:, 0], probs.gather(1, ids)[:, 0]
 
 
+def most_certain(logits, allowed, order, n=None, budget=None):
+    """Where a step acts if the model decides, not chance: (B, L) bool, some of allowed (B, L).
+    confidence: in each row the n (B, 1) positions with the likeliest tokens. entropy: in order
+    of entropy, while the sum of those before is at most budget, in nats: always one at least."""
+    log_p = logits.float().log_softmax(dim=-1)
+    confidence, entropy = log_p.amax(dim=-1), -(log_p.exp() * log_p).sum(dim=-1)
+    doubt = -confidence if order == "confidence" else entropy
+    doubt, index = doubt.masked_fill(~allowed, torch.inf).sort(dim=1, stable=True)
+    if order == "confidence":
+        first = torch.arange(doubt.shape[1], device=n.device) < n
+    else:
+        first = F.pad(doubt.cumsum(dim=1)[:, :-1], (1, 0)) <= budget
+    return allowed & torch.zeros_like(allowed).scatter(1, index, first)
+
+
 def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, confidence=None,
                  temperature=1.0, top_p=1.0, generator=None):
     """One reverse step (Eq. 17) from z_t to z_s, (B, L) int64: first where, then what.
@@ -439,9 +454,11 @@ def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, con
 @torch.no_grad()
 def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, remask="none",
            temperature=1.0, top_p=1.0, generator=None, callback=None, spacing="even",
-           **remask_options):
+           order="random", budget=0.1, **remask_options):
     """Sample text (Algorithm 1). Returns z (B, L) int64 without masks, and stats.
     steps = T, or None for one token per step in random order (T -> infinity, if K = 1).
+    order: "random" is Eq. 17; with "confidence" as many tokens are revealed, with "entropy" as
+    many as the budget allows, in fewer steps than T if it can: see most_certain.
     refresh_every = K, spacing: see refresh_steps. prompt: (L,) or (B, L) int64, mask_id
     where text is wanted; the rest is held fixed. callback(step, z, age) is called after
     every step. remask_options: see remask_schedule. stats: steps, and the calls really
@@ -450,8 +467,10 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
         raise ValueError("batch_size, seq_len, steps and refresh_every must be at least 1")
     if not (0 <= temperature < float("inf") and 0 <= top_p <= 1):
         raise ValueError("temperature must be 0 or more, and top_p must lie in [0, 1]")
-    if steps is None and remask != "none":
-        raise ValueError("remasking needs a number of steps")
+    if order not in ("random", "confidence", "entropy") or not budget >= 0:
+        raise ValueError(f"no such order of reveal: {order!r}, budget {budget}")
+    if remask != "none" and (steps is None or order == "entropy"):
+        raise ValueError("remasking needs a number of steps, and not the order entropy")
     weights = list(model.parameters()) if hasattr(model, "parameters") else []
     device, mask_id = weights[0].device if weights else "cpu", model.mask_id
     z = torch.full((batch_size, seq_len), mask_id, device=device)
@@ -482,12 +501,15 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
             reveal, hide = choose_positions(z, *alphas, mask_id, fixed, confidence, generator)
             z_s = z.masked_fill(hide, mask_id)
         # What: a step that reveals nothing has nothing to predict.
-        if reveal.any():
+        if reveal.any() or order == "entropy":
             if pending:
                 cache, pending = model.refresh(anchor_canvas), False
                 stats["anchor_calls"] += cache is not None  # MDLM has no anchor
             logits = model.predict(z, cache)
             stats["denoiser_calls"] += 1
+            if order != "random" and j < n_steps - 1:  # where, again; the last step takes all
+                n = reveal.sum(dim=1, keepdim=True)
+                reveal = most_certain(logits, z == mask_id, order, n, budget)
             z_s[reveal], prob = draw_tokens(logits[reveal], temperature, top_p, generator)
             if confidence is not None:
                 confidence[reveal] = prob
@@ -495,6 +517,9 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
         if callback is not None:
             callback(j, z, age)
         age += 1
+        if order == "entropy" and not (z == mask_id).any():
+            stats["steps"] = j + 1
+            break
 
     anchor, denoiser = getattr(model, "depths", (0, 0))
     stats["layer_calls"] = stats["anchor_calls"] * anchor + stats["denoiser_calls"] * denoiser
@@ -551,7 +576,7 @@ class PairedFusion(nn.Module):
 
 
 class PostTrained(nn.Module):
-    """A frozen copy of a trained MDLM (base), split in three, with a cache (Section 4).
+    """A frozen copy of a trained MDLM or UniformLM (base), split in three, with a cache (Section 4).
     S is the embedding and the first n_shared layers, D the last n_denoiser layers and the
     head, A what lies between. Only fusion, a PairedFusion, has gradients; naive = True switches
     it off (Table 6). depths: layers of refresh and denoise. ValueError: an impossible split."""
@@ -564,9 +589,13 @@ class PostTrained(nn.Module):
         if n_shared < 0 or n_anchor < 1 or n_denoiser < 1:
             raise ValueError(f"{len(base.blocks)} layers cannot be split like that")
         self.split = (n_shared, n_shared + n_anchor)
-        # S runs once a step: in refresh or, once z has changed, in denoise; naive: refresh only
-        self.depths = (self.split[1], n_denoiser) if naive else (n_anchor, n_shared + n_denoiser)
         self.fusion = PairedFusion(base.config.d_model, rank, n_heads)
+
+    @property
+    def depths(self):  # S runs once a step: in refresh or, once z has changed, in denoise
+        S, A = self.split[0], self.split[1] - self.split[0]
+        D = len(self.base.blocks) - self.split[1]
+        return (S + A, D) if self.naive else (A, S + D)
 
     def shared(self, z):
         return self.base.blocks[: self.split[0]](self.base.embed(z))
@@ -591,35 +620,182 @@ class PostTrained(nn.Module):
 @torch.no_grad()
 def rollout(model, x, age, steps, generator=None):
     """Noise x, cache the anchor, and run the sampler for `age` steps with it (Eq. 13).
-    x: (B, L) int64; age: (B,) int64, k of each row; steps = T. Returns z (B, L) int64,
-    the cache, and the time t (B,) of z. Raises ValueError unless age < steps."""
+    x: (B, L) int64; age: (B,) int64, k of each row; steps = T. Returns z (B, L) int64 (or the
+    pair of section 6), the cache, and the time t (B,) of z. ValueError unless age < steps."""
     if age.max() >= steps:
         raise ValueError("every age must be smaller than steps")
     # i_a = T t': t' ~ U(0, 1), put on the grid i/T, with k steps left below it.
     t, _ = sample_times(len(x), [1], [1], generator, x.device)
     i_a = (t * steps + 0.5).long().clamp(max=steps).maximum(age + 1)
-    z = corrupt(x, i_a / steps, model.mask_id, generator)
+    uniform = model.mask_id is None
+    if uniform:
+        z = corrupt_uniform(x, i_a / steps, model.config.vocab_size, generator)
+        z = z, x.new_zeros(*x.shape, model.config.vocab_size, dtype=torch.float32)
+    else:
+        z = corrupt(x, i_a / steps, model.mask_id, generator)
     cache = model.refresh(z)
     for k in range(int(age.max())):
-        i = (i_a - k).clamp(min=1)[:, None]
+        i, on = (i_a - k).clamp(min=1)[:, None], (k < age)[:, None]  # on: has steps to make
         logits = model.predict(z, cache)
-        z_s = reverse_step(z, logits, 1 - i / steps, 1 - (i - 1) / steps, 0.0, model.mask_id,
-                           generator=generator)
-        z = torch.where((k < age)[:, None], z_s, z)  # rows that have made their k steps stay
+        if uniform:
+            z_s, p = uniform_step(logits, i / steps, generator=generator)
+            z = torch.where(on, z_s, z[0]), torch.where(on[..., None], p, z[1])
+        else:
+            z_s = reverse_step(z, logits, 1 - i / steps, 1 - (i - 1) / steps, 0.0, model.mask_id,
+                               generator=generator)
+            z = torch.where(on, z_s, z)
     return z, cache, (i_a - age) / steps
 
 
 def posttrain_loss(student, teacher, x, steps, ages=(0, 1, 2), kd_weight=1.0, generator=None):
     """Loss of post-training (Eq. 14), a scalar in nats per token; only the fusion learns.
     On canvases that the student sampled: cross-entropy of the masked clean tokens x (B, L)
-    int64, plus kd_weight * KL(teacher || student), weighted by 1/t as in t_anelbo."""
+    int64, plus kd_weight * KL(teacher || student), weighted by 1/t as in t_anelbo. In a
+    uniform state all tokens count, and alike."""
     # 1. A canvas sampled with an anchor of random age, without gradients.
     index = torch.randint(len(ages), (len(x),), generator=generator, device=x.device)
     age = torch.tensor(ages, device=x.device)[index]
     z, cache, t = rollout(student, x, age, steps, generator=generator)
     # 2. Predict there once more, with gradients, and ask the teacher, which sees all of z.
-    log_q, masked = log_probs(student, z, cache), z == student.mask_id
-    log_p = log_probs(teacher, z, teacher.refresh(z)).detach()
+    fresh = teacher.refresh(z)
+    if student.mask_id is None:
+        masked, t = torch.ones_like(x, dtype=torch.bool), torch.ones_like(t)
+        log_q = student.predict(z, cache)[masked].float().log_softmax(dim=-1)
+        log_p = teacher.predict(z, fresh)[masked].float().log_softmax(dim=-1).detach()
+    else:
+        masked = z == student.mask_id
+        log_q, log_p = log_probs(student, z, cache), log_probs(teacher, z, fresh).detach()
     ce = F.nll_loss(log_q, x[masked], reduction="none")  # 3. Eq. 14
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
     return weighted_mean(ce + kd_weight * kl, masked, t).mean()
+
+
+# --------------------------------------------------------------------- 6. uniform state
+# The base that the paper post-trains has no mask: a noisy token is another token, and all are
+# predicted at every step. Its canvas is z (B, L), or a pair (z, p) with the probabilities
+# (B, L, V) of the last prediction (self-conditioning); refresh and predict take either.
+# Two losses want two things: cross-entropy what x is after all tokens of z, as Algorithm 2 does;
+# Eq. 37 what it is after the OTHER tokens, as Eq. 32 adds the token itself.
+
+
+class UniformLM(MDLM):
+    """An MDLM without a mask token (mask_id = None), with self-conditioning."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.mask_id, d = None, config.d_model
+        self.token = nn.Embedding(config.vocab_size, d)
+        nn.init.normal_(self.token.weight, std=0.8)
+        self.norm_p = nn.LayerNorm(d, bias=False)
+        self.up_p, self.down_p = nn.Linear(d, 4 * d, bias=False), nn.Linear(2 * d, d, bias=False)
+
+    def embed(self, canvas):
+        z, p = canvas if isinstance(canvas, tuple) else (canvas, None)
+        if p is None:
+            return super().embed(z)
+        gate, value = self.up_p(self.norm_p(p @ self.token.weight)).chunk(2, dim=-1)
+        return super().embed(z) + self.down_p(F.silu(gate) * value)  # p = 0 adds nothing
+
+
+def corrupt_uniform(x, t, vocab_size, generator=None):
+    """Draw z_t (B, L): every token of x is redrawn from all V tokens with probability t (B,)."""
+    noise = torch.randint(vocab_size, x.shape, device=x.device, generator=generator)
+    return corrupt(x, t, noise, generator)  # a token in place of the mask
+
+
+def uniform_posterior(z, x_theta, alpha_t, alpha_s):
+    """q(z_s | z_t, x) (Eq. 32): (B, L, V). x_theta (B, L, V): the prediction, or one-hot x."""
+    V = x_theta.shape[-1]
+    z = F.one_hot(z, V).to(x_theta.dtype)
+    both, new = z * x_theta, alpha_s - alpha_t
+    q = V * alpha_t * both + (alpha_t / alpha_s - alpha_t) * z + new * x_theta
+    q = q + new * (1 - alpha_s) / (V * alpha_s)
+    return q / (V * alpha_t * both.sum(dim=-1, keepdim=True) + 1 - alpha_t)
+
+
+def uniform_nats(log_q, x, z, t):
+    """What each position adds to the bound at time t (B,) < 1 (Eq. 37, T -> infinity): (B, L)
+    nats. x, z: (B, L), clean and noisy tokens; log_q: (B, L, V), log x_theta."""
+    V, t = log_q.shape[-1], t[:, None, None]
+    b, b_theta = (V * (1 - t) * p + t for p in (F.one_hot(x, V), log_q.exp()))
+    r, r_theta = (v / v.gather(-1, z[..., None]) for v in (b, b_theta))
+    return (r_theta - r + r * (r / r_theta).log()).sum(dim=-1) / (V * (1 - t[..., 0]))
+
+
+def uniform_loss(model, x, generator=None, elbo=False):
+    """Training loss: cross-entropy of x (B, L) at all positions, a scalar in nats per token;
+    elbo: Eq. 37 instead. Half of the rows are given their own first prediction."""
+    t, _ = sample_times(len(x), [1], [1], generator, x.device)
+    if elbo:
+        t = t.clamp(max=0.999).square()  # see uniform_bound
+    z, half = corrupt_uniform(x, t, model.config.vocab_size, generator), len(x) // 2
+    p = torch.zeros(*x.shape, model.config.vocab_size, device=x.device)
+    with torch.no_grad():  # the times are in random order: the first half is as good as any
+        p[:half] = model.predict(z[:half], None).softmax(dim=-1)
+    log_q = model.predict((z, p), None).float().log_softmax(dim=-1)
+    if elbo:
+        return (2 * t.sqrt()[:, None] * uniform_nats(log_q, x, z, t)).mean()
+    return F.nll_loss(log_q.transpose(1, 2), x)
+
+
+@torch.no_grad()
+def uniform_bound(model, x, steps, refresh_every=1, generator=None, draws=8, teacher=None):
+    """Estimate of Eq. 37: (B,) nats per token, x: (B, L), without self-conditioning. steps = T
+    sets the age of the anchor only. teacher: KL(teacher || model) of the predictions instead,
+    averaged over positions and times."""
+    V, total = model.config.vocab_size, torch.zeros(len(x), device=x.device)
+    for j in range(draws):
+        # Small t come more often: a wrong token is rare there and dear, a uniform t would give
+        # an estimate of infinite variance.
+        u = (j + torch.rand(len(x), device=x.device, generator=generator)) / draws
+        t = u.clamp(1e-3, 0.999).square()  # so dt = 2u du
+        age = ((1 - t) * steps).long() % refresh_every
+        z, noise = (corrupt_uniform(x, when, V, generator) for when in (t, torch.ones_like(t)))
+        z_stale = corrupt_further(z, t, (t + age / steps).clamp(max=1), noise, generator)
+        log_q = model.predict(z, model.refresh(z_stale)).float().log_softmax(dim=-1)
+        each = uniform_nats(log_q, x, z, t)
+        if teacher is not None:
+            log_p = teacher.predict(z, teacher.refresh(z)).float().log_softmax(dim=-1)
+            each = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+        total += 2 * u * each.mean(dim=1)
+    return total / draws
+
+
+def uniform_step(logits, t, eta=0.1, generator=None):
+    """A step of Algorithm 2 at t = n/T, a float or (B, 1). Returns z (B, L) int64: tokens drawn
+    where the model is most certain, fresh noise elsewhere; and p (B, L, V) float32."""
+    t = torch.as_tensor(t, device=logits.device)[..., None]
+    logits = logits.float() / (0.4 + 0.4 * t)
+    drawn = draw_tokens(logits.flatten(0, 1), generator=generator)[0].view(logits.shape[:2])
+    accept = most_certain(logits, drawn >= 0, "entropy", budget=eta)
+    noise = torch.randint(logits.shape[-1], drawn.shape, device=t.device, generator=generator)
+    return torch.where(accept, drawn, noise), logits.softmax(dim=-1)
+
+
+@torch.no_grad()
+def sample_uniform(model, batch_size, seq_len, steps=48, refresh_every=1, prompt=None, eta=0.1,
+                   generator=None, callback=None):
+    """Sample text (Algorithm 2, with the cache of Algorithm 1). Arguments and results as in
+    sample; where text is wanted the prompt holds V. eta: nats that a step may accept."""
+    V, device = model.config.vocab_size, next(model.parameters()).device
+    if min(batch_size, seq_len, steps, refresh_every) < 1 or not eta >= 0:
+        raise ValueError("sizes, steps and refresh_every must be at least 1, and eta 0 or more")
+    given = torch.full((batch_size, seq_len), V, device=device)
+    if prompt is not None:
+        given.copy_(prompt)
+    z = torch.randint(V, given.shape, device=device, generator=generator)
+    z, p = torch.where(given < V, given, z), torch.zeros(*z.shape, V, device=device)
+    for j in range(steps):
+        canvas, age = (z, p), j % refresh_every
+        if age == 0:
+            cache = model.refresh(canvas)
+        logits = model.predict(canvas, cache)
+        z, p = uniform_step(logits, 1 - j / steps, eta, generator)
+        if j == steps - 1:
+            z = logits.argmax(dim=-1)  # the last step takes the likeliest tokens
+        z = torch.where(given < V, given, z)
+        if callback is not None:
+            callback(j, z, age)
+    calls = {"anchor_calls": -(-steps // refresh_every), "denoiser_calls": steps}
+    layers = sum(n * depth for n, depth in zip(calls.values(), model.depths))
+    return z, {"steps": steps, "layer_calls": layers, **calls}

@@ -63,9 +63,12 @@ GROUPS = {  # what the tests of a group are about
     "split": ["PostTrained"],
     "rollout": ["rollout"],
     "distill": ["posttrain_loss"],
+    "order": ["most_certain"],
+    "uniform": ["UniformLM", "corrupt_uniform", "uniform_posterior", "uniform_nats", "uniform_loss",
+                "uniform_bound", "uniform_step", "sample_uniform"],
 }
 NAMES = list(dict.fromkeys(itertools.chain(*GROUPS.values())))
-NETWORKS = {"Config", "TADM", "ADLM", "MDLM", "PostTrained"}
+NETWORKS = {"Config", "TADM", "ADLM", "MDLM", "PostTrained", "UniformLM"}
 
 
 def module_under_test():
@@ -1503,6 +1506,324 @@ def test_split_layers_are_counted_as_run(base, naive, n_shared, n_denoiser, step
         shared_and_last = n_shared + n_denoiser
         truth = steps * shared_and_last + -(-steps // K) * (4 - shared_and_last)
         assert len(ran) == truth, "Eq. 11: T (L_S + L_D) + ceil(T/K) L_A"
+
+
+# --------------------------------------------------------------------- order, uniform state
+
+
+def test_order_against_all_prefixes():
+    """The rule by brute force: the longest prefix, in order of entropy, that the budget allows."""
+    logits = 4 * torch.randn(40, 7, 5, generator=rng())
+    allowed = torch.rand(40, 7, generator=rng(1)) < 0.7
+    allowed[0] = False
+    p = logits.double().softmax(-1)
+    entropy, likeliest = -(p * p.log()).sum(-1), p.amax(-1)
+    for budget in (0.0, 0.3, 2.0, math.inf):
+        got = tadm.most_certain(logits, allowed, "entropy", budget=budget)
+        for row in range(40):
+            places = sorted(allowed[row].nonzero()[:, 0].tolist(), key=lambda i: entropy[row, i])
+            truth = [places[:n] for n in range(len(places) + 1)
+                     if n < 2 or sum(entropy[row, i] for i in places[: n - 1]) <= budget]
+            assert set(got[row].nonzero()[:, 0].tolist()) == set(truth[-1]), (
+                f"Algorithm 2: ascending entropy, while the sum BEFORE a position is <= {budget}")
+    n = torch.randint(0, 4, (40, 1), generator=rng(2))
+    got = tadm.most_certain(logits, allowed, "confidence", n=n)
+    for row in range(40):
+        places = sorted(allowed[row].nonzero()[:, 0].tolist(), key=lambda i: -likeliest[row, i])
+        assert set(got[row].nonzero()[:, 0].tolist()) == set(places[: int(n[row])]), (
+            "confidence: the n allowed positions with the likeliest tokens")
+
+
+@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize("order,budget,steps", [
+    ("confidence", 0.1, 12), ("confidence", 0.1, None), ("entropy", 0.0, 12), ("entropy", 0.5, 12),
+    ("entropy", math.inf, 12), ("entropy", 0.0, 3)])
+def test_sampler_order_leaves_no_mask(order, budget, steps, K):
+    model, canvases = Uniform(3), []
+    z, stats = tadm.sample(model, 50, 4, steps, K, generator=rng(), order=order, budget=budget,
+                           callback=lambda step, z, age: canvases.append(z))
+    assert (z < 3).all() and len(canvases) == stats["steps"] <= (steps or 4), "at most T steps, no mask"
+    assert len(model.predicted) == stats["denoiser_calls"], "one prediction a step"
+    if order == "entropy" and steps == 12:
+        n = 1 + min(3, int(budget / math.log(3))) if budget < math.inf else 4
+        assert stats["steps"] == -(-4 // n), f"ln 3 nats each: a budget of {budget} reveals {n} a step"
+
+
+def test_sampler_order_entropy_of_an_exact_model():
+    """Texts of two words: what is certain comes with the word that makes it so."""
+    model = Posterior([[0, 0, 1, 1], [1, 1, 0, 0]], 2)
+    z, stats = tadm.sample(model, 200, 4, 9, generator=rng(), order="entropy", budget=0.0)
+    assert stats["steps"] == 2, "one word, then all that follows from it"
+    assert (z[:, :1] == z[:, :2]).all() and (z[:, :1] != z[:, 2:]).all(), "no text that the model excludes"
+    close(z[:, 0].float().mean(), 0.5, 0.15, "the first word is drawn, not the likeliest taken")
+
+
+def test_sampler_order_confidence_reveals_as_many_as_the_schedule():
+    def masked_shares(order):
+        seen = []
+        tadm.sample(Uniform(3), 4000, 8, 6, generator=rng(), order=order,
+                    callback=lambda step, z, age: seen.append(float((z == 3).float().mean())))
+        return seen
+
+    for step, (chance, sure) in enumerate(zip(masked_shares("random"), masked_shares("confidence"))):
+        close(sure, chance, 0.02, f"Eq. 17 says how many are revealed, step {step}")
+    for wrong in ({"order": "best"}, {"order": "entropy", "budget": -1.0}, {"order": "entropy", "remask": "cap"}):
+        with pytest.raises(ValueError):
+            tadm.sample(Uniform(3), 1, 4, 4, **wrong)
+
+
+class Table:
+    """A uniform-state model whose logits hang on a token, and on what its cache saw of it."""
+
+    def __init__(self, table, place="z"):
+        self.table, self.place, self.mask_id = table, place, None
+        self.config = argparse.Namespace(vocab_size=table.shape[1])
+        self.refreshed, self.predicted, self.graded = [], [], []
+        self.depths = (2, 1)
+
+    def parameters(self):
+        yield self.table
+
+    def refresh(self, canvas):
+        self.refreshed.append(canvas)
+        return canvas
+
+    def predict(self, canvas, cache):
+        self.predicted.append((canvas, cache))
+        self.graded.append(torch.is_grad_enabled())
+        seen = cache if self.place == "cache" else canvas
+        return self.table[seen[0] if isinstance(seen, tuple) else seen]
+
+
+def np_uniform_posterior(z, x_theta, alpha_t, alpha_s):
+    """Eq. 32, by Bayes' rule for one-hot x_theta, in float64: (V,)."""
+    V, a = len(x_theta), alpha_t / alpha_s
+    onto_z = np.full(V, (1 - a) / V)  # q(z_t | z_s) for all z_s
+    onto_z[z] += a
+    from_x = alpha_s * x_theta + (1 - alpha_s) / V  # q(z_s | x)
+    return onto_z * from_x / (onto_z * from_x).sum()
+
+
+def uniform_truth(V, x_theta):
+    """Eq. 37 in numpy, of a prediction that never changes: the integral over t, nats per token."""
+    t = (np.arange(4000) + 0.5) / 4000
+    total = 0.0
+    for alpha in 1 - t:
+        b = np.full(V, 1 - alpha)
+        b[0] += V * alpha  # x is token 0
+        b_theta = V * alpha * x_theta + 1 - alpha
+        for z in range(V):
+            r, r_theta = b / b[z], b_theta / b_theta[z]
+            p = alpha * (z == 0) + (1 - alpha) / V
+            total += p * (r_theta - r + r * np.log(r / r_theta)).sum() / (V * alpha)
+    return total / len(t)
+
+
+def test_uniform_noise():
+    x, t = torch.arange(5).repeat(4000, 4), torch.rand(4000, generator=rng())
+    z = tadm.corrupt_uniform(x, t, 5, rng(1))
+    close((z != x).float().mean(), float(t.mean()) * 4 / 5, 0.01, "redrawn with probability t, from all V tokens")
+    new = z[(z != x) & (x == 2)]
+    for token in (0, 1, 3, 4):
+        close((new == token).float().mean(), 1 / 4, 0.03, f"noise is uniform, token {token}")
+    assert torch.equal(tadm.corrupt_uniform(x, 0 * t, 5, rng()), x), "t = 0 changes nothing"
+    close((tadm.corrupt_uniform(x, t**0, 5, rng()) == x).float().mean(), 1 / 5, 0.01, "t = 1: nothing of x is left")
+    repeats(lambda g: tadm.corrupt_uniform(x, t, 5, g))
+
+
+@pytest.mark.parametrize("alpha_t,alpha_s", [(0.0, 0.2), (0.3, 0.31), (0.5, 1.0), (0.2, 0.9)])
+def test_uniform_posterior_is_bayes(alpha_t, alpha_s):
+    x_theta = torch.eye(4, dtype=torch.float64)
+    for z, x in itertools.product(range(4), range(4)):
+        got = tadm.uniform_posterior(torch.tensor([[z]]), x_theta[x].view(1, 1, 4), alpha_t, alpha_s)
+        truth = np_uniform_posterior(z, x_theta[x].numpy(), alpha_t, alpha_s)
+        assert np.abs(got[0, 0].numpy() - truth).max() < 1e-12, f"Eq. 32 against Bayes, z = {z}, x = {x}"
+    soft = torch.randn(2, 3, 4, generator=rng()).double().softmax(-1)
+    z = torch.tensor([[0, 1, 2], [3, 3, 0]])
+    got = tadm.uniform_posterior(z, soft, alpha_t, alpha_s)
+    assert torch.allclose(got.sum(-1), torch.ones(2, 3).double()), "Eq. 32 is a distribution for any x_theta"
+    truth = np_uniform_posterior(1, soft[0, 1].numpy(), alpha_t, alpha_s)
+    assert np.abs(got[0, 1].numpy() - truth).max() < 1e-12, "Eq. 32: the prediction stands for x"
+
+
+def test_uniform_bound_is_the_limit_of_the_discrete_one():
+    g, T = rng(), 10**5
+    log_q = torch.randn(3, 2, 4, generator=g).double().log_softmax(-1)
+    x, z = torch.tensor([[0, 1], [2, 3], [1, 1]]), torch.tensor([[0, 2], [2, 0], [3, 1]])
+    t = torch.tensor([0.1, 0.5, 0.95], dtype=torch.float64)
+    got = tadm.uniform_nats(log_q, x, z, t)
+    for i, j in itertools.product(range(3), range(2)):
+        alphas = float(1 - t[i]), float(1 - t[i]) + 1 / T
+        q, p = (np_uniform_posterior(int(z[i, j]), v, *alphas)
+                for v in (np.eye(4)[x[i, j]], log_q[i, j].exp().numpy()))
+        truth = T * (q * np.log(q / p)).sum()
+        close(got[i, j], truth, 1e-3 * abs(truth) + 1e-5, "Eq. 37 is the limit of T KL(q || p_theta). Look at: "
+              "1 / (V (1 - t)), the observed token below each ratio")
+
+
+def test_uniform_bound_of_an_oracle_is_the_entropy():
+    """All noisy texts, all times: an exact model of a small language reaches its entropy. What it
+    predicts for a position comes from the OTHER tokens: Eq. 32 adds the noisy token itself."""
+    data = np.array(LANGUAGE)
+    nodes, weights_ = np.polynomial.legendre.leggauss(40)
+    z = torch.tensor(list(itertools.product(range(3), repeat=4)))
+    total = 0.0
+    for node, weight in zip(nodes, weights_):
+        t = (node + 1) / 2
+        each = np.where(z.numpy()[:, None] == data, 1 - t + t / 3, t / 3)  # (81, 5, 4)
+        onto_z = each.prod(-1)  # q(z | x)
+        others = onto_z[..., None] / each  # without the token itself: Eq. 32 puts it in
+        x_theta = np.einsum("znl,nlv->zlv", others / others.sum(1, keepdims=True), np.eye(3)[data])
+        log_q = torch.from_numpy(x_theta).clamp_min(1e-300).log()
+        for n, x in enumerate(data):
+            nats = tadm.uniform_nats(log_q, torch.tensor(x).expand(81, 4), z, torch.full((81,), t).double())
+            total += weight / 2 * float((torch.from_numpy(onto_z[:, n]) * nats.sum(1)).sum()) / len(data)
+    close(total, math.log(5), 1e-3, "Eq. 37, summed over positions and integrated over t, of an exact oracle")
+
+
+def test_uniform_loss_and_bound_of_a_fixed_prediction():
+    table = torch.tensor([1.0, 0.5, -1.0]).repeat(3, 1)
+    x, x_theta = torch.zeros(3000, 24).long(), np.exp(table[0].double().log_softmax(0).numpy())
+    truth = uniform_truth(3, x_theta)
+    for K in (1, 4):
+        close(tadm.uniform_bound(Table(table), x, 8, K, rng()).mean(), truth, 0.02, f"Eq. 37, K = {K}")
+    model = Table(table)
+    close(tadm.uniform_loss(model, x, rng(), elbo=True), truth, 0.04, "Eq. 37 as the loss")
+    close(tadm.uniform_loss(model, x, rng()), -math.log(x_theta[0]), 1e-5, "cross-entropy at all positions")
+    assert model.graded == [False, True] * 2, "self-conditioning: the first prediction has no gradient"
+    (first, _), ((z, p), _) = model.predicted[-2:]
+    assert torch.equal(first, z[:1500]), "the first prediction is of the same noisy tokens"
+    assert torch.allclose(p[:1500], table.softmax(-1)[first]) and not p[1500:].any(), (
+        "self-conditioning: the probabilities of the first prediction in half of the rows, else zeros")
+    repeats(lambda g: tadm.uniform_loss(model, x[:9], g, elbo=True))
+    repeats(lambda g: tadm.uniform_bound(model, x[:9], 8, 2, g))
+
+
+def test_uniform_bound_has_a_stale_anchor_and_a_teacher():
+    """The share of noise in a long canvas tells its time."""
+    student, teacher = Table(torch.randn(50, 50, generator=rng()), "cache"), Table(torch.randn(50, 50, generator=rng(1)))
+    x, T, K = torch.zeros(200, 1000).long(), 10, 4
+    kl = tadm.uniform_bound(student, x, T, K, rng(2), draws=1, teacher=teacher)
+    z, z_stale = student.predicted[0]
+    t, t_stale = ((v != 0).float().mean(1) / 0.98 for v in (z, z_stale))
+    assert torch.equal(teacher.refreshed[0], z) and torch.equal(teacher.predicted[0][0], z), "the teacher is fresh"
+    truth = (t + ((1 - t) * T).long() % K / T).clamp(max=1)
+    right = ((t_stale - truth).abs() < 0.04).float().mean()  # but near the edge of a step
+    assert right > 0.7, "the anchor is k/T older than its canvas, with k = 0..K-1 steps since the refresh"
+    kept = (z_stale == z)[z != 0].float().mean()
+    assert kept > 0.5, "Eq. 15: the anchor's canvas is the current one with more noise, not another draw"
+    log_q, log_p = student.table[z_stale].log_softmax(-1), teacher.table[z].log_softmax(-1)
+    truth = (log_p.exp() * (log_p - log_q)).sum(-1).mean(1) * 2 * t.sqrt()  # the weight dt/du
+    assert (kl - truth).abs().mean() < 0.04 * truth.mean(), "KL(teacher || model), the mean over all positions"
+
+
+def test_uniform_step_is_algorithm_2():
+    logits = torch.tensor([[[0.0, 0.0, 9.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.2, 0.0, 0.0]]]).expand(4000, 3, 4)
+    for t, eta in ((1.0, 0.0), (0.25, math.inf)):
+        tau = 0.4 + 0.4 * t
+        z, p = tadm.uniform_step(logits, t, eta, rng())
+        truth = (logits / tau).softmax(-1)
+        assert torch.allclose(p, truth, atol=1e-6), "Algorithm 2: tau = 0.4 + 0.4 n/T, p = softmax(logits / tau)"
+        for place, token in itertools.product(range(3), range(4)):
+            accepted = eta > 0 or place == 0  # eta = 0: one alone, that of least entropy
+            share = float(truth[0, place, token]) if accepted else 1 / 4
+            close((z[:, place] == token).float().mean(), share, 0.04, f"Algorithm 2, eta = {eta}, place {place}: "
+                  "accepted tokens are drawn from p, all others are fresh uniform noise")
+    rows = tadm.uniform_step(logits[:2], torch.tensor([[1.0], [0.25]]), 0.1, rng())[1]
+    each = [tadm.uniform_step(logits[:1], t, 0.1, rng())[1][0] for t in (1.0, 0.25)]
+    assert torch.allclose(rows, torch.stack(each)), "every row has its own time"
+    repeats(lambda g: tadm.uniform_step(logits, 0.5, 0.1, g)[0])
+
+
+@pytest.mark.parametrize("T,K", [(7, 3), (5, 1), (4, 9)])
+def test_uniform_sampler_is_algorithm_1_and_2(T, K):
+    model, canvases = Table(3 * torch.randn(6, 6, generator=rng())), []
+    prompt = torch.tensor([5, 6, 6, 2, 6, 6, 6, 6])  # V where text is wanted
+    z, stats = tadm.sample_uniform(model, 30, 8, T, K, prompt, 0.5, rng(1),
+                                   lambda step, z, age: canvases.append((step, z, age)))
+    seen = [canvas for canvas, _ in model.predicted]
+    assert [id(c) for c in model.refreshed] == [id(seen[j]) for j in range(0, T, K)], "refresh at 0, K, 2K, ..."
+    for j, (canvas, cache) in enumerate(model.predicted):
+        assert cache is model.refreshed[j // K], "Algorithm 1: the cached anchor is used until the next refresh"
+        logits = model.table[canvas[0]]
+        after = seen[j + 1] if j + 1 < T else (z, None)
+        assert canvases[j][0] == j and torch.equal(canvases[j][1], after[0]) and canvases[j][2] == j % K
+        if j + 1 < T:
+            truth = (logits / (0.4 + 0.4 * (1 - j / T))).softmax(-1)
+            assert torch.allclose(after[1], truth, atol=1e-6), "self-conditioning: p of the step before, n = T - j"
+        assert (canvas[0][:, [0, 3]] == prompt[[0, 3]]).all(), "the prompt is put back after every step"
+    assert not seen[0][1].any(), "self-conditioning: nothing at first"
+    hidden = prompt == 6
+    assert torch.equal(z[:, hidden], logits.argmax(-1)[:, hidden]), "n = 1: the likeliest token everywhere"
+    assert (z[:, ~hidden] == prompt[~hidden]).all(), "the prompt is in the text"
+    n = -(-T // K)
+    assert stats == {"steps": T, "anchor_calls": n, "denoiser_calls": T, "layer_calls": 2 * n + T}
+    first = torch.cat([c[0][0][:, hidden] for c in [model.predicted[0]]])
+    assert len(first.unique()) == 6, "the canvas starts as noise"
+    repeats(lambda g: tadm.sample_uniform(model, 3, 8, T, K, prompt, 0.5, g)[0])
+    for wrong in ((0, 8), (1, 0), (1, 8, 0), (1, 8, 4, 0), (1, 8, 4, 1, None, -1.0)):
+        with pytest.raises(ValueError):
+            tadm.sample_uniform(model, *wrong)
+
+
+def uniform_model(module=tadm):
+    torch.manual_seed(0)
+    return shaken(module.UniformLM(module.Config(**SIZES | {"n_anchor": 3})))
+
+
+def test_uniform_model_reads_tokens_and_its_last_prediction():
+    model = uniform_model()
+    z = torch.randint(0, 11, (2, 6), generator=rng())
+    p = torch.randn(2, 6, 11, generator=rng()).softmax(-1)
+    plain = model.predict(z, model.refresh(z))
+    assert plain.shape == (2, 6, 11) and model.mask_id is None, "all V tokens can be written, none is a mask"
+    assert torch.equal(plain, model.predict((z, 0 * p), None)), "self-conditioning off equals zeros"
+    assert not torch.allclose(plain, model.predict((z, p), None)), "self-conditioning must matter"
+    assert max(p.shape[0] for name, p in model.named_parameters() if name.startswith("token")) == 11, "no mask row"
+
+
+def test_uniform_base_can_be_post_trained():
+    """PostTrained, rollout and posttrain_loss on either base."""
+    base = uniform_model(reference)
+    student = shaken(reference.PostTrained(base, 1, 1, 4))
+    texts = [tadm.sample_uniform(m, 5, 6, 9, 1, generator=rng(2))[0] for m in (student, base)]
+    assert torch.equal(*texts), "K = 1 is the teacher, bit for bit"
+    canvas = torch.zeros(2, 6).long(), torch.zeros(2, 6, 11)
+    same = canvas[0].clone(), canvas[1].clone()
+    fused = student.predict(same, student.refresh(canvas))
+    assert torch.equal(fused, base.predict(canvas, None)), "Eq. 55: exact where nothing changed"
+    reference.posttrain_loss(student, base, torch.randint(0, 11, (8, 6)), 6, generator=rng()).backward()
+    learns = {name.split(".")[0] for name, p in student.named_parameters() if p.grad is not None and p.grad.any()}
+    assert learns == {"fusion"}, "Section 4: only the fusion learns"
+
+
+def test_rollout_in_a_uniform_state():
+    model, n, T = Table(torch.zeros(40, 40)), 300, 10
+    x, age = torch.zeros(n, 400).long(), torch.arange(n) % 3
+    (z, p), cache, t = tadm.rollout(model, x, age, T, rng())
+    start = model.refreshed[0][0]
+    assert len(model.refreshed) == 1 and all(c is cache for _, c in model.predicted), "one anchor for all steps"
+    i_a = (t * T).round() + age
+    noise = (start != 0).float().mean(1) / (39 / 40)
+    assert (noise - i_a / T).abs().max() < 0.15, "Eq. 13: x with noise of time t' = i_a / T"
+    assert torch.equal(z[age == 0], start[age == 0]) and not p[age == 0].any(), "age 0: no step is made"
+    moved = (z != start)[age > 0].float().mean()
+    close(moved, 39 / 40, 0.01, "Algorithm 2 with equal entropies accepts one place: all others become noise")
+    assert torch.allclose(p[age > 0], torch.full((1,), 1 / 40)), "p of the last step travels along"
+    assert torch.equal(model.predicted[1][0][0][age == 1], z[age == 1]), "rows that have made their steps stay"
+
+
+def test_distill_in_a_uniform_state():
+    tables = torch.randn(2, 5, 5, generator=rng())
+    student, teacher = Table(tables[0], "cache"), Table(tables[1])
+    x = torch.randint(0, 5, (6, 50), generator=rng())
+    loss = tadm.posttrain_loss(student, teacher, x, 6, kd_weight=0.7, generator=rng(1))
+    (z, _), (z_stale, _) = student.predicted[-1]
+    log_q, log_p = tables[0][z_stale].double().log_softmax(-1), tables[1][z].double().log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    truth = float((0.7 * kl - log_q.gather(2, x[..., None])[..., 0]).mean())
+    close(loss, truth, 1e-4 * truth, "Eq. 14 in a uniform state: the plain mean over all positions")
+    assert student.graded[-1] and not any(student.graded[:-1]), "gradients for the last prediction only"
 
 
 # --------------------------------------------------------------------- the built-in stories
