@@ -4,7 +4,7 @@ or give a trained MDLM an anchor cache afterwards.
     python train_toy.py                     # TinyStories (one download of 22 MB), 2-core laptop CPU
     python train_toy.py --data stories      # the built-in stories, no network, minutes
     python train_toy.py --resume            # continue an interrupted run
-    python train_toy.py --posttrain out/mdlm.pt     # train the fusion only, on a trained --model mdlm
+    python train_toy.py --posttrain out/mdlm.pt     # train a fusion on a trained --model mdlm
 
 The method is in tadm.py. Here are the stories, the tokens, the training loop and the report, then
 the plumbing: options, files, errors. Left out: several GPUs, packing of stories, gradient
@@ -216,8 +216,8 @@ def load_data(args, trained=None):
         train, val = windows[n_val:], windows[:n_val]
     rows, n_train = [*train, *filter(None, val)], len(train)
     if not 0 < n_train < len(rows):
-        fail(f"the data file {args.data} is too short: it needs two stories, or more than {L} tokens, "
-             "as one canvas validates")
+        fail(f"the data file {args.data} is too short: it needs two stories, or more than "
+             f"{L} tokens, as one canvas validates")
     x = np.zeros((len(rows), L), dtype=np.int64)  # 0 is the end token
     for i, row in enumerate(rows):
         x[i, : len(row)] = row
@@ -240,8 +240,8 @@ def fingerprint(x_train, x_val, tokenizer):
 class Muon(torch.optim.Optimizer):
     """Momentum whose update of each matrix is made orthogonal (Jordan et al., 2024).
 
-    The step of a matrix (m, n) is lr * scale * sqrt(max(1, m / n)) times U V^T, where U S V^T is the
-    singular value decomposition of its momentum. The scale lets it share AdamW's learning rate.
+    The step of a matrix (m, n) is lr * scale * sqrt(max(1, m / n)) times U V^T, where U S V^T is
+    the singular value decomposition of its momentum. The scale lets it share AdamW's learning rate.
     torch.optim.Muon, matrix by matrix in bfloat16, made a step on a CPU 1.6 to 2.3 times as long.
     """
 
@@ -259,7 +259,8 @@ class Muon(torch.optim.Optimizer):
             for (m, n), matrices in shapes.items():
                 for p in matrices:
                     self.state[p].setdefault("momentum", torch.zeros_like(p))
-                grads, mean = [p.grad for p in matrices], [self.state[p]["momentum"] for p in matrices]
+                grads = [p.grad for p in matrices]
+                mean = [self.state[p]["momentum"] for p in matrices]
                 torch._foreach_lerp_(mean, grads, 1 - group["momentum"])
                 ahead = torch._foreach_lerp(grads, mean, group["momentum"])  # Nesterov
                 size = group["lr"] * group["scale"] * max(1, m / n) ** 0.5
@@ -290,8 +291,8 @@ def make_optimizers(model):
     return [Muon(matrices), adamw]
 
 
-# Eq. 14 with lambda = 1 learns less here. The tokens revealed in a rollout are not those of x, so the
-# likeliest clean tokens are what a model that had not seen them would say: naive reuse. See README.
+# Eq. 14 with lambda = 1 learns less here. The tokens revealed in a rollout are not those of x, so
+# the likeliest clean tokens are what a model without them would say: naive reuse. See README.
 KD_WEIGHT = 100.0
 
 
@@ -338,7 +339,7 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
     describe(model, args, f"{len(x_train):,} canvases to train on, {len(x_val):,} to validate")
     data_hash = fingerprint(x_train, x_val, tokenizer)
     every = max(1, args.steps // 10)  # evaluation and checkpoint
-    smooth, begin, good = None, time.perf_counter(), f"step {start}" if start else "none"
+    smooth, begin, good = None, time.perf_counter(), f"{path} (step {start})" if start else "none"
 
     with caught_signals() as stops, tqdm(total=args.steps, initial=start, unit="step") as bar:
         for step in range(start + 1, args.steps + 1):
@@ -367,14 +368,14 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
             due = step % every == 0 or step == args.steps
             checked = model.parameters() if due or stops else ()
             if not all(x.isfinite().all() for x in (loss, norm, *checked)):
-                fail(f"the loss is not finite at step {step}; the last good checkpoint of this run: "
-                     f"{good}; try a smaller --lr or --gamma")
+                fail(f"the loss is not finite at step {step}; the last good checkpoint: {good}; "
+                     "try a smaller --lr or --gamma")
 
             # One batch says little, as its times are random: show an average.
             smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
             n_tokens = (step - start) * args.batch_size * args.seq_len
             speed = n_tokens / (time.perf_counter() - begin)
-            bar.set_postfix_str(f"loss {smooth:.3f} nats/token, {speed:,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(f"loss {smooth:.3f} nats/token, {speed:,.0f} tokens/s", False)
             bar.update()
 
             # All that the next step depends on: a resumed run ends with the very same weights.
@@ -388,8 +389,8 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
                 good = f"{path} (step {step})"
             if stops:
                 which = ["--posttrain", args.posttrain] if base else ["--model", args.model]
-                line = shlex.join([*which, "--out", args.out, "--resume"])
-                tqdm.write(f"stopped at step {step}, all saved; to go on: python train_toy.py {line}")
+                line = shlex.join(["python", "train_toy.py", *which, "--out", args.out, "--resume"])
+                tqdm.write(f"stopped at step {step}, all saved; to go on: {line}")
                 return None
             # The bound has no luck of single times in it, and a text says more than a number.
             if due:
@@ -469,8 +470,8 @@ def evaluate(model, x, steps, refresh_every, generator, **options):
 
 
 def measure(model, x, tokenizer, steps, refresh_every, num, single, teacher=None, spacing="even"):
-    """One row of a table, and the canvases z (num, L) that were sampled for it, always with the same
-    noise. Layer calls are per step, relative to a model of `single` layers."""
+    """One row of a table, and the canvases z (num, L) that were sampled for it, always with the
+    same noise. Layer calls are per step, relative to a model of `single` layers."""
     noise = [step_generator(0, i, x.device) for i in range(3)]
     policy = (steps, refresh_every)
     row = {"bound": float(evaluate(model, x, *policy, noise[0], spacing=spacing).mean())}
@@ -502,8 +503,8 @@ def report(model, x_val, tokenizer, args):
     L, x, device = args.seq_len, x_val[:512], x_val.device
     nats = evaluate(model, x, None, 1, step_generator(0, 0, device))
     characters = sum(len(tokenizer.decode(row)) for row in x.tolist())
-    print(f"\nbound on {len(x)} validation canvases, T -> infinity, fresh anchors: {nats.mean():.4f} "
-          f"+- {nats.std(correction=0) / math.sqrt(len(x)):.4f} nats/token, "
+    print(f"\nbound on {len(x)} validation canvases, T -> infinity, fresh anchors: "
+          f"{nats.mean():.4f} +- {nats.std(correction=0) / math.sqrt(len(x)):.4f} nats/token, "
           f"{nats.sum() * L / max(1, characters):.4f} nats/character")
     columns = {"bound": ".4f", "layers": ".2f", "+ fusion": ".2f", "tokens/s": ",.0f",
                "speed-up": ".2f"}
@@ -529,8 +530,9 @@ def report(model, x_val, tokenizer, args):
         table.append([name, str(K), *(f"{row[key]:{digits}}" for key, digits in columns.items())])
     show(f"T = {steps} reverse steps, anchor refreshed every K steps; 64 canvases sampled together",
          table)
-    print(f"\nbound: nats/token, the same noise in every row. layers: layer calls per step, relative\n"
-          f"to a single-stage model of {single} layers; + fusion: its multiply-adds counted as well.\n")
+    print("\nbound: nats/token, the same noise in every row. layers: layer calls per step, relative"
+          f"\nto a single-stage model of {single} layers; + fusion: its multiply-adds counted as "
+          "well.\n")
     nucleus, _ = generate(model, 2, steps, 8, step_generator(0, 2, device), top_p=0.9)
     for what, canvases in (("", z[:2]), (", nucleus 0.9", nucleus)):
         for canvas in canvases.tolist():
@@ -581,8 +583,8 @@ def parse(argv):
     )
     parser.error = fail
     add, count = parser.add_argument, number(int, 1)
-    add("--model", choices=list(MODELS)[:3], help="tadm (default), or its predecessors adlm and mdlm")
-    add("--posttrain", metavar="MDLM.pt", help="give this trained mdlm an anchor cache: train a fusion")
+    add("--model", choices=list(MODELS)[:3], help="tadm (default), or its predecessors adlm, mdlm")
+    add("--posttrain", metavar="MDLM.pt", help="give this trained mdlm an anchor cache")
     add("--data", help="tinystories (default, one download), stories (built in), or a text file")
     add("--preset", choices=PRESETS, help="sizes for a 2-core cpu (default) or for an 8 GB gpu")
     add("--steps", type=count, help="training steps")
@@ -666,8 +668,8 @@ TINYSTORIES = {
 
 
 def download(url, size, sha256, timeout=10):
-    """The path of this file in the user's cache, fetched if it is not there. Raises DownloadError."""
-    try:
+    """The path of this file in the user's cache, fetched if it is not there. Raises UserError."""
+    with explained("TinyStories could not be downloaded", Exception):  # from no network to no home
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         path = Path(cache) / "tadm-toy" / url.rpartition("/")[2]
         if path.exists():  # whole, as it was checked before it got this name
@@ -682,12 +684,8 @@ def download(url, size, sha256, timeout=10):
                 bar.update(len(chunk))
         if hashlib.sha256(data).hexdigest() != sha256:
             raise ValueError(f"{len(data):,} bytes from {url} are not the expected file")
-        with replacing(path) as part:
-            part.write_bytes(data)
+        write_file(path, "the download", lambda part: part.write_bytes(data))
         return path
-    except Exception as e:  # no network, a full disk, a page of the hotel in place of the file
-        reason = getattr(e, "reason", e)
-        raise DownloadError(f"TinyStories could not be downloaded ({reason})") from None
 
 
 def read_stories(path):
@@ -698,29 +696,24 @@ def read_stories(path):
     return list(dict.fromkeys(s for s in stories if s))  # no story twice, or in both splits
 
 
-@contextlib.contextmanager
-def replacing(path):
-    """Another path to write to, in place of this one only when all is written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(".part", dir=path.parent) as folder:
-        part = Path(folder) / path.name
-        yield part
-        part.replace(path)
-
-
 def write_file(path, option, write):
-    """Call write(another path), then rename that to path. Raises UserError."""
+    """Call write(another path), then rename that to path: all of the file, or nothing of it."""
+    path = Path(path)
     message = f"{option}: cannot write {path}: is it a folder, or the disk full?"
-    with explained(message, OSError, RuntimeError), replacing(Path(path)) as part:
-        write(part)
+    with explained(message, OSError, RuntimeError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(".part", dir=path.parent) as folder:
+            part = Path(folder) / path.name
+            write(part)
+            part.replace(path)
 
 
 def save(checkpoint, path, mine):
-    """Write a checkpoint. Returns its time: a file of another time than mine is not this run's, and is
-    kept beside it."""
+    """Write a checkpoint, and return the time of the file. One that has not the time `mine` was
+    written by another run: it is kept beside this one."""
     if path.exists() and path.stat().st_mtime_ns != mine:
-        old = next(p for i in itertools.count(1) if not (p := path.with_suffix(f".{i}.pt")).exists())
-        path.replace(old)
+        names = (path.with_suffix(f".{i}.pt") for i in itertools.count(1))
+        old = path.replace(next(name for name in names if not name.exists()))
         tqdm.write(f"{path} exists: kept as {old}")
     write_file(path, "--out", lambda part: torch.save(checkpoint, part))
     return path.stat().st_mtime_ns
@@ -751,10 +744,6 @@ def build(checkpoint, device):
 
 class UserError(Exception):
     """Something the user can mend: shown as one line, exit code 2."""
-
-
-class DownloadError(UserError):
-    """No network, or not the expected file."""
 
 
 def fail(message):
@@ -793,12 +782,14 @@ def run(argv):
         tempfile.TemporaryFile(dir=args.out).close()
     device = pick_device(args.device)
     try:
-        x_train, x_val, tokenizer = load_data(args, checkpoint or base)
-    except DownloadError as e:
+        if args.data == "tinystories":
+            download(**TINYSTORIES)
+    except UserError as e:
         if checkpoint or base:
             raise
         print(f"{e}: training on the built-in stories instead", file=sys.stderr)
         return run([*argv, "--data", "stories"])
+    x_train, x_val, tokenizer = load_data(args, checkpoint or base)
     x_train, x_val = x_train.to(device), x_val.to(device)
     failures = [torch._dynamo.exc.TorchDynamoException] if args.compile else []
     with explained("--compile does not work here: leave it off", *failures):
@@ -811,7 +802,7 @@ def run(argv):
 
 
 class Output:
-    """stdout or stderr. What cannot be written is lost, and the run goes on: weights matter more."""
+    """stdout or stderr. What cannot be written is lost: the run goes on, its weights matter more."""
 
     def __init__(self, stream):
         self.stream, self.lost = stream or open(os.devnull, "w"), False
