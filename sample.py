@@ -22,9 +22,7 @@ import torch
 from tqdm import tqdm
 
 import tadm
-from train_toy import (build, evaluate, explained, fail, flag, generate, load_checkpoint, load_data,
-                       measure, number, pick_device, shielded, show, step_generator, story_entropy,
-                       valid_shares, without_fusion, write_file)
+import train_toy as toy
 
 SHIPPED = Path(__file__).parent / "assets" / "tadm.pt"  # its weights are halves; see README
 WITH_COMPARE = ("data", "judge", "quick", "markdown")
@@ -33,22 +31,22 @@ HOLE = re.compile(r"( ?(?:\[MASK\]|_{3,}))")  # one hidden token; a token brings
 
 def parse(argv):
     parser = argparse.ArgumentParser(description="Write text with a checkpoint of train_toy.py.")
-    parser.error = fail
+    parser.error = toy.fail
     add = parser.add_argument
     add("checkpoint", nargs="?", help="default: out/tadm.pt, or before any training a small one "
         "of the built-in stories that comes with the project")
-    add("--num", type=number(int, 1, 10**6), default=3, help="texts to write (default 3)")
+    add("--num", type=toy.number(int, 1, 10**6), default=3, help="texts to write (default 3)")
     steps = parser.add_mutually_exclusive_group().add_argument
-    steps("--steps", type=number(int, 1), help="reverse steps T (default: twice the canvas)")
+    steps("--steps", type=toy.number(int, 1), help="reverse steps T (default: twice the canvas)")
     steps("--one-by-one", action="store_true", help="one token per step, in random order")
-    add("--refresh-every", type=number(int, 1), default=4, metavar="K",
+    add("--refresh-every", type=toy.number(int, 1), default=4, metavar="K",
         help="run the anchor network once in K steps (default 4)")
     add("--spacing", choices=("even", "log"), default="log",
         help="refresh in every K-th step, or as often but where the canvas changes (default log)")
-    add("--temperature", type=number(float, 0), default=1.0, help="0: the likeliest token")
-    add("--top-p", type=number(float, 0, 1), default=1.0, help="nucleus, 0 to 1 (default 1: off)")
+    add("--temperature", type=toy.number(float, 0), default=1.0, help="0: the likeliest token")
+    add("--top-p", type=toy.number(float, 0, 1), default=1.0, help="nucleus (default 1: off)")
     add("--remask", choices=tadm.REMASK, default="none", help="ReMDM schedule (default none)")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="default 0")
+    add("--seed", type=toy.number(int, 0, 2**63 - 1), default=0, help="default 0")
     add("--prompt", default="", help="how the text begins; ___ or [MASK] hides one token in it")
     add("--naive", action="store_true", help="reuse a post-trained model's anchor as it is")
     add("--watch", action="store_true", help="write one text, and show it step by step")
@@ -62,9 +60,9 @@ def parse(argv):
     args, default = parser.parse_args(argv), vars(parser.parse_args([]))
     for name in (name for name, value in vars(args).items() if value != default[name]):
         if name in WITH_COMPARE and not args.compare:
-            fail(f"{flag(name)} needs --compare")
+            toy.fail(f"{toy.flag(name)} needs --compare")
         if name not in (*WITH_COMPARE, "device", "compare") and args.compare:
-            fail(f"{flag(name)} has no effect with --compare: leave it out")
+            toy.fail(f"{toy.flag(name)} has no effect with --compare: leave it out")
     return args
 
 
@@ -75,7 +73,7 @@ def prompt_canvas(text, tokenizer, seq_len):
     for part in HOLE.split(text.strip()):
         ids += [mask_id] if HOLE.fullmatch(part) else tokenizer.encode(part)
     if len(ids) > seq_len:
-        fail(f"the prompt has {len(ids)} tokens, the canvas only {seq_len}: shorten it")
+        toy.fail(f"the prompt has {len(ids)} tokens, the canvas only {seq_len}: shorten it")
     return torch.tensor(ids + [mask_id] * (seq_len - len(ids)))
 
 
@@ -224,17 +222,17 @@ def unigram_entropy(z):
 
 def compare(args, device):
     """Print one table for each question about these checkpoints."""
-    models, first = {}, load_checkpoint(args.compare[0])
+    models, first = {}, toy.load_checkpoint(args.compare[0])
     for path in dict.fromkeys([*args.compare, args.judge or args.compare[0]]):
-        checkpoint = load_checkpoint(path)
-        models[path], tokenizer = build(checkpoint, device)
+        checkpoint = toy.load_checkpoint(path)
+        models[path], tokenizer = toy.build(checkpoint, device)
         if checkpoint.get("data_hash") != first.get("data_hash"):
-            fail(f"{path} and {args.compare[0]} were not trained on the same canvases")
+            toy.fail(f"{path} and {args.compare[0]} were not trained on the same canvases")
     judge = models[args.judge] if args.judge else None
     models = {path: models[path] for path in args.compare}
     for path, model in list(models.items()):
         if isinstance(model, tadm.PostTrained):
-            models[f"{path}, naive"] = without_fusion(model)
+            models[f"{path}, naive"] = toy.without_fusion(model)
     anchored = [name for name, m in models.items() if m.depths[0]]  # elsewhere K changes nothing
     stages = [m.depths[1] for m in models.values() if type(m) is tadm.MDLM]
     single = (stages or [max(m.config.n_anchor for m in models.values())])[0]
@@ -243,20 +241,21 @@ def compare(args, device):
     num = 16 if args.quick else 64
     data = argparse.Namespace(**first["args"])
     data.data = args.data or data.data
-    x = load_data(data, first)[1][: 4 * num].to(device)
+    x = toy.load_data(data, first)[1][: 4 * num].to(device)
     L = x.shape[1]
 
     def rate(z):
         """What the samples z (num, L) are worth, beside the shares of valid ones."""
         found = {"entropy": unigram_entropy(z)}
         if judge:
-            nats = evaluate(judge, z, None, 1, step_generator(0, 3, device))
+            nats = toy.evaluate(judge, z, None, 1, toy.step_generator(0, 3, device))
             found["perplexity"] = math.exp(nats.mean())
         return found
 
     @functools.cache
     def bounds(name, T, K, spacing="even"):
-        return evaluate(models[name], x, T, K, step_generator(0, 0, device), spacing=spacing)
+        noise = toy.step_generator(0, 0, device)
+        return toy.evaluate(models[name], x, T, K, noise, spacing=spacing)
 
     def change(name, T, K, spacing):  # paired, on the same noise
         cost = bounds(name, T, K, spacing) - bounds(name, T, 1)
@@ -269,18 +268,18 @@ def compare(args, device):
     table, slow = [["model", "K", "spacing", *columns]], None
     todo = [(name, 1, "even") for name in models] + [(n, *p) for n in anchored for p in policies]
     for name, K, spacing in progress(sorted(todo, key=lambda row: row[0] != reference)):
-        row, z = measure(models[name], x, tokenizer, 2 * L, K, num, single, spacing=spacing)
-        row |= rate(z) | {"gap": row["bound"] - story_entropy() / L}
+        row, z = toy.measure(models[name], x, tokenizer, 2 * L, K, num, single, spacing=spacing)
+        row |= rate(z) | {"gap": row["bound"] - toy.story_entropy() / L}
         slow = slow or row["tokens/s"]  # the reference comes first
         row["speed-up"] = row["tokens/s"] / slow
         table.append([name, str(K), spacing, *(f"{row[c]:.{d}f}" for c, d in columns.items())])
-    show(f"Quality and cost against the refresh interval K, T = {2 * L}", table, args.markdown)
+    toy.show(f"Quality and cost against the refresh interval K, T = {2 * L}", table, args.markdown)
 
     table = [["model", "spacing", "K = 1", *(f"K = {K}" for K in (2, 4, 8, 16))]]
     for name, spacing in progress([(n, s) for n in anchored for s in ("even", "log")]):
         cells = [change(name, L, K, spacing) for K in (2, 4, 8, 16)]
         table.append([name, spacing, f"{bounds(name, L, 1).mean():.4f}", *cells])
-    show(f"What staleness adds to the bound, T = {L}", table, args.markdown)
+    toy.show(f"What staleness adds to the bound, T = {L}", table, args.markdown)
     if args.markdown:
         chart(f"What staleness adds to the bound, T = {L}", table[1:])
 
@@ -290,20 +289,21 @@ def compare(args, device):
         table.append([name, "1", "", *(f"{bounds(name, T, 1).mean():.4f}" for T in times)])
         for K, spacing in ((4, "even"), *policies[4:]) if name in anchored else ():
             table.append([name, str(K), spacing, *(change(name, T, K, spacing) for T in times)])
-    show("The bound at K = 1, and what staleness adds to it, against T", table, args.markdown)
+    toy.show("The bound at K = 1, and what staleness adds to it, against T", table, args.markdown)
 
     columns = [c for c in columns if c in ("stories", "sentences", "perplexity", "entropy")]
     table = [["model", "T", "remask", "K", "spacing", *columns]]
     for name in progress(models):
         for T, remask in ((L // 4, "cap"), (2 * L, "loop")):
             for K, spacing in [(1, "even"), *(policies[4:] if name in anchored else ())]:
-                z, _ = generate(models[name], num, T, K, step_generator(0, 2, device),
-                                remask=remask, top_p=0.9, spacing=spacing)
-                row = rate(z) | dict(zip(("stories", "sentences"), valid_shares(z, tokenizer)))
+                noise = toy.step_generator(0, 2, device)
+                z, _ = toy.generate(models[name], num, T, K, noise, remask=remask, top_p=0.9,
+                                    spacing=spacing)
+                row = rate(z) | dict(zip(("stories", "sentences"), toy.valid_shares(z, tokenizer)))
                 cells = (f"{row[c]:.2f}" for c in columns)
                 table.append([name, str(T), remask, str(K), spacing, *cells])
     title = "The samplers of the paper: nucleus 0.9, cap for T < L, loop for T >= L"
-    show(title, table, args.markdown)
+    toy.show(title, table, args.markdown)
     print(LEGEND.format(n=single, ref=reference, num=num, canvases=len(x)))
     return 0
 
@@ -319,7 +319,7 @@ def chart(title, rows):
 
 def run(argv):
     args = parse(argv)
-    device = pick_device(args.device)
+    device = toy.pick_device(args.device)
     if args.compare:
         return compare(args, device)
 
@@ -328,16 +328,16 @@ def run(argv):
     if not args.checkpoint and not os.path.exists(path):
         print("no out/tadm.pt yet: this is the small model of the built-in stories in assets/\n")
         path = SHIPPED
-    model, tokenizer = build(load_checkpoint(path), device)
+    model, tokenizer = toy.build(toy.load_checkpoint(path), device)
     if args.naive and not isinstance(model, tadm.PostTrained):
-        fail("--naive needs a post-trained model: leave it out")
+        toy.fail("--naive needs a post-trained model: leave it out")
     if args.naive:
-        model = without_fusion(model)
+        model = toy.without_fusion(model)
     prompt = prompt_canvas(args.prompt, tokenizer, model.config.seq_len)
     steps = None if args.one_by_one else args.steps or 2 * len(prompt)
     n_steps = steps or int((prompt == model.mask_id).sum())
     if args.svg and not (args.svg.endswith(".svg") and 1 <= n_steps <= 1000):
-        fail(f"--svg {args.svg}: draws 1 to 1000 steps, these are {n_steps}, in a file named .svg")
+        toy.fail(f"--svg draws 1 to 1000 steps, these are {n_steps}, and into a file named .svg")
 
     # Sample. Of a text that is watched there is one, so that the calls counted are its own.
     watch = None
@@ -345,10 +345,11 @@ def run(argv):
         args.num, watch = 1, Watch(model, tokenizer, prompt.tolist(), n_steps, args.watch)
     g = torch.Generator(device).manual_seed(args.seed)
     begin = time.perf_counter()
-    with explained("these options do not go together", ValueError):
-        z, stats = generate(model, args.num, steps, args.refresh_every, g, prompt=prompt.to(device),
-                            remask=args.remask, temperature=args.temperature, top_p=args.top_p,
-                            callback=watch, spacing=args.spacing)
+    with toy.explained("these options do not go together", ValueError):
+        z, stats = toy.generate(
+            model, args.num, steps, args.refresh_every, g, prompt=prompt.to(device),
+            remask=args.remask, temperature=args.temperature, top_p=args.top_p, callback=watch,
+            spacing=args.spacing)
     seconds = time.perf_counter() - begin - (watch.slept if watch else 0)
 
     # Print.
@@ -359,12 +360,12 @@ def run(argv):
     if args.svg:
         calls = f", {stats['anchor_calls']} anchor calls" if watch.anchored else ""
         picture = svg(watch, f"{stats['steps']} reverse steps{calls}")
-        write_file(args.svg, "--svg", lambda part: part.write_text(picture, encoding="utf-8"))
+        toy.write_file(args.svg, "--svg", lambda part: part.write_text(picture, encoding="utf-8"))
     return 0
 
 
 def main(argv=None):
-    return shielded(run, "sample.py", argv)
+    return toy.shielded(run, "sample.py", argv)
 
 
 if __name__ == "__main__":

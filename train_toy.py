@@ -802,10 +802,10 @@ def run(argv):
 
 
 class Output:
-    """stdout or stderr. What cannot be written is lost: the run goes on, its weights matter more."""
+    """stdout or stderr. What cannot be written is lost, and the run goes on."""
 
     def __init__(self, stream):
-        self.stream, self.lost = stream or open(os.devnull, "w"), False
+        self.stream, self.lost = stream or os.fdopen(nowhere(), "w"), False
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -816,7 +816,11 @@ class Output:
             self.stream.flush()
         except OSError:
             self.lost = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            os.dup2(nowhere(), self.stream.fileno())
+
+
+def nowhere():
+    return os.open(os.devnull, os.O_WRONLY)
 
 
 def shielded(run, program, argv=None):
