@@ -364,10 +364,16 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
                 keep = min(0.99, step / (step + 9))  # a young average forgets faster
                 torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - keep)
 
-            # A step may also break the weights after a good loss: nothing broken is ever saved.
+            # The average is evaluated on the same 128 canvases each time.
             due = step % every == 0 or step == args.steps
-            checked = model.parameters() if due or stops else ()
-            if not all(x.isfinite().all() for x in (loss, norm, *checked)):
+            nats = torch.zeros(())
+            if due:
+                with autocast(args, device):
+                    nats = tadm.bound(ema, x_val[:128], None, generator=g, draws=4).mean()
+
+            # A step may break the weights after a good loss: nothing broken is ever saved.
+            weights = model.parameters() if due or stops else ()
+            if not all(x.isfinite().all() for x in (loss, norm, nats, *weights)):
                 fail(f"the loss is not finite at step {step}; the last good checkpoint: {good}; "
                      "try a smaller --lr or --gamma")
 
@@ -392,10 +398,9 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
                 line = shlex.join(["python", "train_toy.py", *which, "--out", args.out, "--resume"])
                 tqdm.write(f"stopped at step {step}, all saved; to go on: {line}")
                 return None
-            # The bound has no luck of single times in it, and a text says more than a number.
+            # A text says more than a number.
             if due:
                 with autocast(args, device):
-                    nats = tadm.bound(ema, x_val[:128], None, generator=g, draws=4).mean()
                     z, _ = generate(ema, 1, args.seq_len, 4, g)
                 text = tokenizer.decode(z[0].tolist()).replace("\n", " ")
                 tqdm.write(f"step {step}: bound {nats:.3f} nats/token | {text[:100]}")
@@ -589,7 +594,7 @@ def parse(argv):
     add("--preset", choices=PRESETS, help="sizes for a 2-core cpu (default) or for an 8 GB gpu")
     add("--steps", type=count, help="training steps")
     add("--batch-size", type=count, help="canvases per step")
-    add("--lr", type=number(float, 1e-9), help="peak learning rate")
+    add("--lr", type=number(float, 1e-9, 1e30), help="peak learning rate")
     add("--anchors", choices=("stale", "fresh"),
         help="in training (default: stale for tadm, fresh for adlm as its authors do)")
     add("--gamma", type=number(float, 0), help="weight of the anchor's supervision (default 0)")
