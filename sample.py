@@ -22,26 +22,7 @@ import torch
 from tqdm import tqdm
 
 import tadm
-from train_toy import (
-    UserError,
-    build,
-    evaluate,
-    explained,
-    fail,
-    load_checkpoint,
-    load_data,
-    measure,
-    number,
-    per_second,
-    pick_device,
-    posttrained,
-    shielded,
-    show,
-    step_generator,
-    story_entropy,
-    valid_shares,
-    write_file,
-)
+import train_toy as toy
 
 SHIPPED = Path(__file__).parent / "assets" / "tadm.pt"  # its weights are halves; see README
 WITH_COMPARE = ("data", "judge", "quick", "markdown")
@@ -50,24 +31,24 @@ HOLE = re.compile(r"( ?(?:\[MASK\]|_{3,}))")  # one hidden token; a token brings
 
 def parse(argv):
     parser = argparse.ArgumentParser(description="Write text with a checkpoint of train_toy.py.")
-    parser.error = fail
+    parser.error = toy.fail
     add = parser.add_argument
     add("checkpoint", nargs="?", help="default: out/tadm.pt, or before any training a small one "
         "of the built-in stories that comes with the project")
-    add("--num", type=number(int, 1, 10**6), default=3, help="texts to write (default 3)")
+    add("--num", type=toy.number(int, 1, 10**6), default=3, help="texts to write (default 3)")
     steps = parser.add_mutually_exclusive_group().add_argument
-    steps("--steps", type=number(int, 1, 10**9), help="reverse steps T (default: twice the canvas)")
+    steps("--steps", type=toy.number(int, 1), help="reverse steps T (default: twice the canvas)")
     steps("--one-by-one", action="store_true", help="one token per step, in random order")
-    add("--refresh-every", type=number(int, 1), default=4, metavar="K",
+    add("--refresh-every", type=toy.number(int, 1), default=4, metavar="K",
         help="run the anchor network once in K steps (default 4)")
     add("--spacing", choices=("even", "log"), default="log",
         help="refresh in every K-th step, or as often but where the canvas changes (default log)")
-    add("--temperature", type=number(float, 0), default=1.0, help="0: the likeliest token")
-    add("--top-p", type=number(float, 0, 1), default=1.0, help="nucleus, 0 to 1 (default 1: off)")
+    add("--temperature", type=toy.number(float, 0), default=1.0, help="0: the likeliest token")
+    add("--top-p", type=toy.number(float, 0, 1), default=1.0, help="nucleus (default 1: off)")
     add("--remask", choices=tadm.REMASK, default="none", help="ReMDM schedule (default none)")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="default 0")
+    add("--seed", type=toy.number(int, 0, 2**63 - 1), default=0, help="default 0")
     add("--prompt", default="", help="how the text begins; ___ or [MASK] hides one token in it")
-    add("--naive", action="store_true", help="reuse a post-trained model's anchor without its fusion")
+    add("--naive", action="store_true", help="reuse a post-trained model's anchor as it is")
     add("--watch", action="store_true", help="write one text, and show it step by step")
     add("--svg", metavar="FILE", help="write one text, and draw it as an animated picture")
     add("--compare", nargs="+", metavar="CKPT", help="measure these checkpoints and print tables")
@@ -78,11 +59,10 @@ def parse(argv):
     add("--device", default="auto", help="auto (default) or a name that torch knows")
     args, default = parser.parse_args(argv), vars(parser.parse_args([]))
     for name in (name for name, value in vars(args).items() if value != default[name]):
-        flag = f"--{name.replace('_', '-')}"
         if name in WITH_COMPARE and not args.compare:
-            fail(f"{flag} needs --compare")
+            toy.fail(f"{toy.flag(name)} needs --compare")
         if name not in (*WITH_COMPARE, "device", "compare") and args.compare:
-            fail(f"{flag} has no effect with --compare: leave it out")
+            toy.fail(f"{toy.flag(name)} has no effect with --compare: leave it out")
     return args
 
 
@@ -93,7 +73,7 @@ def prompt_canvas(text, tokenizer, seq_len):
     for part in HOLE.split(text.strip()):
         ids += [mask_id] if HOLE.fullmatch(part) else tokenizer.encode(part)
     if len(ids) > seq_len:
-        raise UserError(f"the prompt has {len(ids)} tokens, the canvas only {seq_len}: shorten it")
+        toy.fail(f"the prompt has {len(ids)} tokens, the canvas only {seq_len}: shorten it")
     return torch.tensor(ids + [mask_id] * (seq_len - len(ids)))
 
 
@@ -127,7 +107,8 @@ class Watch:
         head = f"step {step + 1:>4}/{self.steps}" + f"  anchor age {age:>3}" * self.anchored
         if self.live and self.terminal:
             colors = {"mask": "2", "again": "31", "new": "1;92", "seen": "0"}
-            words = (f"\x1b[0;{colors[self.state(t, old)]}m{self.text(t)}" for t, old in zip(canvas, saw))
+            words = (f"\x1b[0;{colors[self.state(token, old)]}m{self.text(token)}"
+                     for token, old in zip(canvas, saw))
             print(f"\x1b[H\x1b[J{head}\n{''.join(words)}\x1b[0m", flush=True)
             time.sleep(self.pause)
             self.slept += self.pause
@@ -146,81 +127,91 @@ class Watch:
         return self.end if token == 0 else self.vocab[token].replace("\n", " ")
 
 
-STYLE = """svg{--bg:#fff;--fg:#1f2328;--dim:#59636e;--mask:#d1d9e0;--new:#1a7f37;--red:#cf222e;--due:#0969da}
-@media(prefers-color-scheme:dark){svg{--bg:#0d1117;--fg:#f0f6fc;--dim:#9198a1;--mask:#3d444d;--new:#3fb950;
+STYLE = """svg{--bg:#fff;--fg:#1f2328;--dim:#59636e;--mask:#d1d9e0;--new:#1a7f37;--red:#cf222e;\
+--due:#0969da}
+@media(prefers-color-scheme:dark){svg{--bg:#0d1117;--fg:#f0f6fc;--dim:#9198a1;--mask:#3d444d;\
+--new:#3fb950;
 --red:#f85149;--due:#4493f8}}
 text{font:14px ui-monospace,monospace;fill:var(--fg)}.bg{fill:var(--bg)}.dim{fill:var(--dim)}
-.mask{fill:var(--mask)}.again{fill:var(--red)}.new{fill:var(--new);font-weight:bold}.dot{fill:var(--due)}
+.mask{fill:var(--mask)}.again{fill:var(--red)}.new{fill:var(--new);font-weight:bold}\
+.dot{fill:var(--due)}
 path{stroke:var(--dim)}.due{stroke:var(--due);stroke-width:3}"""
 
 
-def svg(watch, head, seconds=14, pause=4):
-    """The frames of a Watch as an SVG that plays again and again: no script, all text escaped."""
+def animate(name, moves, mode, total=18):
+    """An SVG animation that plays again and again; moves: [(share of the 18 seconds, value)]."""
+    times = ";".join(f"{time:.4f}".rstrip("0").rstrip(".") for time, _ in moves)
+    values = ";".join(str(value) for _, value in moves)
+    return (f'<animate attributeName="{name}" values="{values}" keyTimes="{times}" '
+            f'dur="{total}s" repeatCount="indefinite" calcMode="{mode}"/>')
+
+
+def svg(watch, head):
+    """The frames of a Watch as an SVG that plays by itself: no script, all text escaped."""
     n, W, mask = len(watch.frames) - 1, 480, len(watch.vocab)
-    total = seconds + pause
-
-    def share(j):  # of the whole time, when frame j is shown
-        return f"{j / n * seconds / total:.4f}".rstrip("0").rstrip(".") or "0"
-
-    def animate(name, values, times, mode):
-        values, times = ";".join(map(str, values)), ";".join(times)
-        return (f'<animate attributeName="{name}" values="{values}" keyTimes="{times}" '
-                f'dur="{total}s" repeatCount="indefinite" calcMode="{mode}"/>')
-
+    share = [j / n * 14 / 18 for j in range(n + 2)]  # the last frame stays for 4 seconds more
     parts, x, y = [], 15, 72
     for place in range(len(watch.frames[0][0])):
         history = [(canvas[place], saw[place]) for canvas, saw in watch.frames]
         states = [(watch.state(*pair), pair[0]) for pair in history]
-        words = {t: "·" if t == 0 else watch.vocab[t].strip(" ") for t in {t for t, _ in history} - {mask}}
-        words = {t: "".join(c if c.isprintable() else "·" for c in word) for t, word in words.items()}
+        words = {}
+        for token in {token for token, _ in history} - {mask}:
+            word = "·" if token == 0 else watch.vocab[token].strip(" ")
+            words[token] = "".join(c if c.isprintable() else "·" for c in word)
         width = 8.4 * max(3, *map(len, words.values()), 0)
         x, y = (15, y + 26) if x + width > W - 15 else (x, y)
         begin = 0
         for (state, token), run in itertools.groupby(states):  # one element for each stay
             end = begin + len(list(run))
-            times, values = [share(begin)], [1]
-            if begin:
-                times, values = ["0", *times], [0, *values]
-            if end <= n:
-                times, values = [*times, share(end)], [*values, 0]
-            change = animate("opacity", values, times, "discrete") if len(values) > 1 else ""
-            at, hidden = f'x="{x:.0f}" y="{y}"', ' opacity="0"' * (end <= n)  # still: the last frame
+            moves = [(0, 0)] * (begin > 0) + [(share[begin], 1)] + [(share[end], 0)] * (end <= n)
+            change = animate("opacity", moves, "discrete") if len(moves) > 1 else ""
+            hidden = ' opacity="0"' * (end <= n)  # without animation: the last frame
             if token == mask:
-                box = f'width="{width:.0f}" height="14" rx="3"'
-                parts.append(f'<rect class="{state}" {at} {box}{hidden}>{change}</rect>')
+                box = f'x="{x:.0f}" y="{y}" width="{width:.0f}" height="14" rx="3"'
+                parts.append(f'<rect class="{state}" {box}{hidden}>{change}</rect>')
             else:
                 fit = f'textLength="{8.4 * len(words[token]):.0f}" lengthAdjust="spacingAndGlyphs"'
-                at = f'x="{x:.0f}" y="{y + 12}"'
-                word = html.escape(words[token])
-                parts.append(f'<text class="{state}" {at} {fit}{hidden}>{word}{change}</text>')
+                box, word = f'x="{x:.0f}" y="{y + 12}" {fit}', html.escape(words[token])
+                parts.append(f'<text class="{state}" {box}{hidden}>{word}{change}</text>')
             begin = end
         x += width + 8
     y += 56
-    due = [j for j in range(n) if watch.frames[j + 1][1] is watch.frames[j][0]] if watch.anchored else []
     xs = [15 + (W - 30) * j / n for j in range(n + 1)]
-    marks = "".join(f"M{xs[j]:.1f} {y - 7}v14" for j in due)
-    dot = animate("cx", [xs[0], xs[-1], xs[-1]], ["0", share(n), "1"], "linear")
-    key = "green: the anchor has not seen it; red: masked again" if watch.anchored else "no anchor"
-    return f'''<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {W} {y + 40}"><style>{STYLE}</style>
-<rect class="bg" width="{W}" height="{y + 40}" rx="8"/><text x="15" y="26">{html.escape(head)}</text>
+    marks, key, due = "", "no anchor", ""
+    if watch.anchored:
+        key = "green: the anchor has not seen it; red: masked again"
+        due = "blue: the anchor is computed"
+        marks = "".join(f"M{xs[j]:.1f} {y - 7}v14" for j in range(n)
+                        if watch.frames[j + 1][1] is watch.frames[j][0])
+    dot = animate("cx", [(0, xs[0]), (share[n], xs[-1]), (1, xs[-1])], "linear")
+    circle = f'<circle class="dot" cx="{xs[-1]}" cy="{y}" r="6">{dot}</circle>'
+
+    def note(x, text):
+        return f'<text x="{x}" y="{y + 28}" class="dim">{text}</text>'
+
+    return f'''<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {W} {y + 40}">\
+<style>{STYLE}</style>
+<rect class="bg" width="{W}" height="{y + 40}" rx="8"/>\
+<text x="15" y="26">{html.escape(head)}</text>
 <text x="15" y="48" class="dim">{key}</text>
 {"".join(parts)}
-<path d="M15 {y}H{W - 15}"/><path class="due" d="{marks}"/><circle class="dot" cx="{xs[-1]}" cy="{y}" r="6">{dot}</circle>
-<text x="15" y="{y + 28}" class="dim">t = 1</text><text x="{W - 60}" y="{y + 28}" class="dim">t = 0</text>
-<text x="{W / 2 - 110:.0f}" y="{y + 28}" class="dim">{"blue: the anchor is computed" if watch.anchored else ""}</text></svg>
+<path d="M15 {y}H{W - 15}"/><path class="due" d="{marks}"/>{circle}
+{note(15, "t = 1")}{note(W - 60, "t = 0")}
+{note(f"{W / 2 - 110:.0f}", due)}</svg>
 '''
 
 
 # -------------------------------------------------------------------------------- comparison
 
+progress = functools.partial(tqdm, desc="measuring", leave=False)
 COLUMNS = {"bound": 4, "gap": 4, "stories": 2, "sentences": 2, "perplexity": 2, "entropy": 2,
            "layers": 2, "+ fusion": 2, "tokens/s": 0, "speed-up": 2}  # and how many digits
 LEGEND = """
 bound: nats/token under that T, K and spacing; gap: bound less the true entropy; stories, sentences:
 share of valid ones among {num} canvases; perplexity: of the samples, exp of the judge's bound;
 entropy: nats/token of the words inside a sample; layers: layer calls per step relative to the {n}
-layers of a single-stage model, then with the multiply-adds of the fusion; speed-up: over {ref}, K = 1.
-Bounds on {canvases} canvases, the same noise everywhere; +-: standard error."""
+layers of a single-stage model, then with the multiply-adds of the fusion; speed-up: over {ref},
+K = 1. Bounds on {canvases} canvases, the same noise everywhere; +-: standard error."""
 
 
 def unigram_entropy(z):
@@ -231,40 +222,40 @@ def unigram_entropy(z):
 
 def compare(args, device):
     """Print one table for each question about these checkpoints."""
-    models, first = {}, load_checkpoint(args.compare[0])
+    models, first = {}, toy.load_checkpoint(args.compare[0])
     for path in dict.fromkeys([*args.compare, args.judge or args.compare[0]]):
-        checkpoint = load_checkpoint(path)
-        models[path], tokenizer = build(checkpoint, device)
+        checkpoint = toy.load_checkpoint(path)
+        models[path], tokenizer = toy.build(checkpoint, device)
         if checkpoint.get("data_hash") != first.get("data_hash"):
-            raise UserError(f"{path} and {args.compare[0]} were not trained on the same canvases")
+            toy.fail(f"{path} and {args.compare[0]} were not trained on the same canvases")
     judge = models[args.judge] if args.judge else None
     models = {path: models[path] for path in args.compare}
     for path, model in list(models.items()):
         if isinstance(model, tadm.PostTrained):
-            naive = posttrained(model.config, naive=True)
-            naive.load_state_dict(model.state_dict())
-            models[f"{path}, naive"] = naive.to(device).eval()
+            models[f"{path}, naive"] = toy.without_fusion(model)
     anchored = [name for name, m in models.items() if m.depths[0]]  # elsewhere K changes nothing
     stages = [m.depths[1] for m in models.values() if type(m) is tadm.MDLM]
     single = (stages or [max(m.config.n_anchor for m in models.values())])[0]
-    reference = next((name for name, m in models.items() if isinstance(m, tadm.ADLM)), args.compare[0])
+    adlm = [name for name, m in models.items() if isinstance(m, tadm.ADLM)]
+    reference = (adlm or args.compare)[0]
     num = 16 if args.quick else 64
     data = argparse.Namespace(**first["args"])
     data.data = args.data or data.data
-    x = load_data(data, first)[1][: 4 * num].to(device)
+    x = toy.load_data(data, first)[1][: 4 * num].to(device)
     L = x.shape[1]
 
     def rate(z):
         """What the samples z (num, L) are worth, beside the shares of valid ones."""
         found = {"entropy": unigram_entropy(z)}
         if judge:
-            nats = evaluate(judge, z, None, 1, step_generator(0, 3, device))
+            nats = toy.evaluate(judge, z, None, 1, toy.step_generator(0, 3, device))
             found["perplexity"] = math.exp(nats.mean())
         return found
 
     @functools.cache
     def bounds(name, T, K, spacing="even"):
-        return evaluate(models[name], x, T, K, step_generator(0, 0, device), spacing=spacing)
+        noise = toy.step_generator(0, 0, device)
+        return toy.evaluate(models[name], x, T, K, noise, spacing=spacing)
 
     def change(name, T, K, spacing):  # paired, on the same noise
         cost = bounds(name, T, K, spacing) - bounds(name, T, 1)
@@ -277,18 +268,18 @@ def compare(args, device):
     table, slow = [["model", "K", "spacing", *columns]], None
     todo = [(name, 1, "even") for name in models] + [(n, *p) for n in anchored for p in policies]
     for name, K, spacing in progress(sorted(todo, key=lambda row: row[0] != reference)):
-        row, z = measure(models[name], x, tokenizer, 2 * L, K, num, single, spacing=spacing)
-        row |= rate(z) | {"gap": row["bound"] - story_entropy() / L}
+        row, z = toy.measure(models[name], x, tokenizer, 2 * L, K, num, single, spacing=spacing)
+        row |= rate(z) | {"gap": row["bound"] - toy.story_entropy() / L}
         slow = slow or row["tokens/s"]  # the reference comes first
         row["speed-up"] = row["tokens/s"] / slow
         table.append([name, str(K), spacing, *(f"{row[c]:.{d}f}" for c, d in columns.items())])
-    show(f"Quality and cost against the refresh interval K, T = {2 * L}", table, args.markdown)
+    toy.show(f"Quality and cost against the refresh interval K, T = {2 * L}", table, args.markdown)
 
     table = [["model", "spacing", "K = 1", *(f"K = {K}" for K in (2, 4, 8, 16))]]
     for name, spacing in progress([(n, s) for n in anchored for s in ("even", "log")]):
         cells = [change(name, L, K, spacing) for K in (2, 4, 8, 16)]
         table.append([name, spacing, f"{bounds(name, L, 1).mean():.4f}", *cells])
-    show(f"What staleness adds to the bound, T = {L}", table, args.markdown)
+    toy.show(f"What staleness adds to the bound, T = {L}", table, args.markdown)
     if args.markdown:
         chart(f"What staleness adds to the bound, T = {L}", table[1:])
 
@@ -298,25 +289,23 @@ def compare(args, device):
         table.append([name, "1", "", *(f"{bounds(name, T, 1).mean():.4f}" for T in times)])
         for K, spacing in ((4, "even"), *policies[4:]) if name in anchored else ():
             table.append([name, str(K), spacing, *(change(name, T, K, spacing) for T in times)])
-    show("The bound at K = 1, and what staleness adds to it, against T", table, args.markdown)
+    toy.show("The bound at K = 1, and what staleness adds to it, against T", table, args.markdown)
 
-    columns = [name for name in columns if name in ("stories", "sentences", "perplexity", "entropy")]
+    columns = [c for c in columns if c in ("stories", "sentences", "perplexity", "entropy")]
     table = [["model", "T", "remask", "K", "spacing", *columns]]
     for name in progress(models):
         for T, remask in ((L // 4, "cap"), (2 * L, "loop")):
             for K, spacing in [(1, "even"), *(policies[4:] if name in anchored else ())]:
-                z, _ = tadm.sample(models[name], num, L, T, K, remask=remask, top_p=0.9,
-                                   generator=step_generator(0, 2, device), spacing=spacing)
-                row = rate(z) | dict(zip(("stories", "sentences"), valid_shares(z, tokenizer)))
+                noise = toy.step_generator(0, 2, device)
+                z, _ = toy.generate(models[name], num, T, K, noise, remask=remask, top_p=0.9,
+                                    spacing=spacing)
+                row = rate(z) | dict(zip(("stories", "sentences"), toy.valid_shares(z, tokenizer)))
                 cells = (f"{row[c]:.2f}" for c in columns)
                 table.append([name, str(T), remask, str(K), spacing, *cells])
-    show("The samplers of the paper: nucleus 0.9, cap for T < L, loop for T >= L", table, args.markdown)
+    title = "The samplers of the paper: nucleus 0.9, cap for T < L, loop for T >= L"
+    toy.show(title, table, args.markdown)
     print(LEGEND.format(n=single, ref=reference, num=num, canvases=len(x)))
     return 0
-
-
-def progress(rows):
-    return tqdm(rows, "measuring", leave=False)
 
 
 def chart(title, rows):
@@ -330,55 +319,53 @@ def chart(title, rows):
 
 def run(argv):
     args = parse(argv)
-    device = pick_device(args.device)
+    device = toy.pick_device(args.device)
     if args.compare:
         return compare(args, device)
-    if not args.checkpoint and not os.path.exists("out/tadm.pt"):
+
+    # Load.
+    path = args.checkpoint or "out/tadm.pt"
+    if not args.checkpoint and not os.path.exists(path):
         print("no out/tadm.pt yet: this is the small model of the built-in stories in assets/\n")
-        args.checkpoint = SHIPPED
-    model, tokenizer = build(load_checkpoint(args.checkpoint or "out/tadm.pt"), device)
+        path = SHIPPED
+    model, tokenizer = toy.build(toy.load_checkpoint(path), device)
     if args.naive and not isinstance(model, tadm.PostTrained):
-        raise UserError("--naive needs a post-trained model: leave it out")
-    model.naive, seq_len = args.naive, model.config.seq_len
-    if args.one_by_one and args.remask != "none":
-        raise UserError("--remask needs a number of steps: leave --one-by-one out")
-    steps = None if args.one_by_one else args.steps or 2 * seq_len
-    prompt = prompt_canvas(args.prompt, tokenizer, seq_len)
+        toy.fail("--naive needs a post-trained model: leave it out")
+    if args.naive:
+        model = toy.without_fusion(model)
+    prompt = prompt_canvas(args.prompt, tokenizer, model.config.seq_len)
+    steps = None if args.one_by_one else args.steps or 2 * len(prompt)
     n_steps = steps or int((prompt == model.mask_id).sum())
-    if args.svg or args.watch:
-        args.num = 1  # so that the calls are those of the canvas that is shown
-    if args.svg and not args.svg.endswith(".svg"):
-        raise UserError(f"--svg {args.svg}: the name must end in .svg")
-    if args.svg and not 1 <= n_steps <= 1000:
-        raise UserError(f"--svg draws 1 to 1000 steps, these are {n_steps}: choose other --steps")
+    if args.svg and not (args.svg.endswith(".svg") and 1 <= n_steps <= 1000):
+        toy.fail(f"--svg draws 1 to 1000 steps, these are {n_steps}, and into a file named .svg")
+
+    # Sample. Of a text that is watched there is one, so that the calls counted are its own.
     watch = None
     if args.watch or args.svg:
-        watch = Watch(model, tokenizer, prompt.tolist(), n_steps, args.watch)
+        args.num, watch = 1, Watch(model, tokenizer, prompt.tolist(), n_steps, args.watch)
+    g = torch.Generator(device).manual_seed(args.seed)
     begin = time.perf_counter()
-    with explained("these options do not go together", ValueError):
-        z, stats = tadm.sample(
-            model, args.num, seq_len, steps, args.refresh_every, prompt.to(device), args.remask,
-            args.temperature, args.top_p, torch.Generator(device).manual_seed(args.seed),
-            watch, args.spacing,
-        )
-    speed = per_second(z.numel(), begin + (watch.slept if watch else 0))
+    with toy.explained("these options do not go together", ValueError):
+        z, stats = toy.generate(
+            model, args.num, steps, args.refresh_every, g, prompt=prompt.to(device),
+            remask=args.remask, temperature=args.temperature, top_p=args.top_p, callback=watch,
+            spacing=args.spacing)
+    seconds = time.perf_counter() - begin - (watch.slept if watch else 0)
+
+    # Print.
     for i, row in enumerate(z.tolist(), 1):
         print(f"[{i}] {tokenizer.decode(row)}\n")
     print(f"{stats['steps']} steps, {stats['anchor_calls']} anchor calls, "
-          f"{stats['denoiser_calls']} denoiser calls, {speed:,.0f} tokens/s")
+          f"{stats['denoiser_calls']} denoiser calls, {z.numel() / seconds:,.0f} tokens/s")
     if args.svg:
-        head = f"{stats['steps']} reverse steps"
-        if watch.anchored:
-            head += f", {stats['anchor_calls']} anchor calls"
-        picture = svg(watch, head)
-        if len(picture) > 300_000:
-            raise UserError(f"--svg: {len(picture) // 1000} KB are too much for a picture: lower --steps")
-        write_file(args.svg, "--svg", lambda part: part.write_text(picture, encoding="utf-8"))
+        calls = f", {stats['anchor_calls']} anchor calls" if watch.anchored else ""
+        picture = svg(watch, f"{stats['steps']} reverse steps{calls}")
+        toy.write_file(args.svg, "--svg", lambda part: part.write_text(picture, encoding="utf-8"))
     return 0
 
 
 def main(argv=None):
-    return shielded(run, "sample.py", argv)
+    return toy.shielded(run, "sample.py", argv)
 
 
 if __name__ == "__main__":
