@@ -26,6 +26,7 @@ import train_toy as toy
 
 SHIPPED = Path(__file__).parent / "assets" / "tadm.pt"  # its weights are halves; see README
 WITH_COMPARE = ("data", "judge", "quick", "markdown")
+MASKED_ONLY = ("one_by_one", "spacing", "temperature", "top_p", "remask", "order")
 HOLE = re.compile(r"( ?(?:\[MASK\]|_{3,}))")  # one hidden token; a token brings its own space
 
 
@@ -37,12 +38,17 @@ def parse(argv):
         "of the built-in stories that comes with the project")
     add("--num", type=toy.number(int, 1, 10**6), default=3, help="texts to write (default 3)")
     steps = parser.add_mutually_exclusive_group().add_argument
-    steps("--steps", type=toy.number(int, 1), help="reverse steps T (default: twice the canvas)")
+    steps("--steps", type=toy.number(int, 1), help="reverse steps T (default: twice the "
+          "canvas; without masks 48)")
     steps("--one-by-one", action="store_true", help="one token per step, in random order")
     add("--refresh-every", type=toy.number(int, 1), default=4, metavar="K",
         help="run the anchor network once in K steps (default 4)")
-    add("--spacing", choices=("even", "log"), default="log",
+    add("--spacing", choices=("even", "log"),
         help="refresh in every K-th step, or as often but where the canvas changes (default log)")
+    add("--order", choices=("random", "confidence", "entropy"), default="random",
+        help="which words come first: any (default), or those that the model is surest of")
+    add("--eta", type=toy.number(float, 0), default=0.1, help="nats of entropy that a step accepts, "
+        "with --order entropy or a model without masks (default 0.1)")
     add("--temperature", type=toy.number(float, 0), default=1.0, help="0: the likeliest token")
     add("--top-p", type=toy.number(float, 0, 1), default=1.0, help="nucleus (default 1: off)")
     add("--remask", choices=tadm.REMASK, default="none", help="ReMDM schedule (default none)")
@@ -83,14 +89,16 @@ def prompt_canvas(text, tokenizer, seq_len):
 class Watch:
     """A callback of tadm.sample that keeps what happens to the first canvas, and shows it if live.
 
-    frames: after each step, its canvas and the canvas that the anchor saw. Where they differ, the
+    frames: after each step, its canvas, the one that the anchor saw, and its age. Where they differ, the
     anchor is stale: words that it has not seen are bright green, words masked again since are red.
+    Without masks, words that this step has changed are dim: noise, or words just accepted.
     Without a terminal, one plain line is printed at every refresh and at the end.
     """
 
     def __init__(self, model, tokenizer, canvas, steps, live):
         self.vocab, self.steps, self.live, self.slept = tokenizer.vocab, steps, live, 0.0
-        self.frames, self.anchored = [(canvas, canvas)], model.depths[0] > 0
+        self.frames, self.anchored = [(canvas, canvas, 0)], model.depths[0] > 0
+        self.masked = model.mask_id is not None
         self.terminal, self.pause = sys.stdout.isatty(), min(0.1, 10 / max(1, steps))
         try:
             "█·".encode(sys.stdout.encoding or "ascii")
@@ -99,14 +107,14 @@ class Watch:
             self.block, self.end = " ###", " ."
 
     def __call__(self, step, z, age):
-        canvas, saw = self.frames[-1]
-        if age == 0 or not self.anchored:  # a fresh anchor has seen the canvas before this step
-            saw = canvas
+        canvas, saw, _ = self.frames[-1]
+        if age == 0 or not (self.anchored and self.masked):
+            saw = canvas  # a fresh anchor has seen the canvas before this step
         canvas = z[0].tolist()
-        self.frames.append((canvas, saw))
+        self.frames.append((canvas, saw, age))
         head = f"step {step + 1:>4}/{self.steps}" + f"  anchor age {age:>3}" * self.anchored
         if self.live and self.terminal:
-            colors = {"mask": "2", "again": "31", "new": "1;92", "seen": "0"}
+            colors = {"mask": "2", "dim": "2", "again": "31", "new": "1;92", "seen": "0"}
             words = (f"\x1b[0;{colors[self.state(token, old)]}m{self.text(token)}"
                      for token, old in zip(canvas, saw))
             print(f"\x1b[H\x1b[J{head}\n{''.join(words)}\x1b[0m", flush=True)
@@ -117,6 +125,8 @@ class Watch:
 
     def state(self, token, saw):
         mask = len(self.vocab)
+        if not self.masked and token != saw:
+            return "dim"
         if token == mask:
             return "mask" if saw == mask else "again"
         return "seen" if saw == token else "new"
@@ -152,7 +162,7 @@ def svg(watch, head):
     share = [j / n * 14 / 18 for j in range(n + 2)]  # the last frame stays for 4 seconds more
     parts, x, y = [], 15, 72
     for place in range(len(watch.frames[0][0])):
-        history = [(canvas[place], saw[place]) for canvas, saw in watch.frames]
+        history = [(canvas[place], saw[place]) for canvas, saw, _ in watch.frames]
         states = [(watch.state(*pair), pair[0]) for pair in history]
         words = {}
         for token in {token for token, _ in history} - {mask}:
@@ -180,9 +190,10 @@ def svg(watch, head):
     marks, key, due = "", "no anchor", ""
     if watch.anchored:
         key = "green: the anchor has not seen it; red: masked again"
+        key = key if watch.masked else "grey: changed in this step, noise or just accepted"
         due = "blue: the anchor is computed"
         marks = "".join(f"M{xs[j]:.1f} {y - 7}v14" for j in range(n)
-                        if watch.frames[j + 1][1] is watch.frames[j][0])
+                        if watch.frames[j + 1][2] == 0)
     dot = animate("cx", [(0, xs[0]), (share[n], xs[-1]), (1, xs[-1])], "linear")
     circle = f'<circle class="dot" cx="{xs[-1]}" cy="{y}" r="6">{dot}</circle>'
 
@@ -226,6 +237,8 @@ def compare(args, device):
     for path in dict.fromkeys([*args.compare, args.judge or args.compare[0]]):
         checkpoint = toy.load_checkpoint(path)
         models[path], tokenizer = toy.build(checkpoint, device)
+        if models[path].mask_id is None:
+            toy.fail(f"{path} has no mask: train_toy.py measures it, --compare cannot")
         if checkpoint.get("data_hash") != first.get("data_hash"):
             toy.fail(f"{path} and {args.compare[0]} were not trained on the same canvases")
     judge = models[args.judge] if args.judge else None
@@ -292,6 +305,19 @@ def compare(args, device):
     toy.show("The bound at K = 1, and what staleness adds to it, against T", table, args.markdown)
 
     columns = [c for c in columns if c in ("stories", "sentences", "perplexity", "entropy")]
+    table = [["model", "K", "order", "predictions", *columns]]
+    runs = [(2 * L, "random", 0), *((2 * L, "entropy", eta) for eta in (0.001, 0.01, 0.1, 1.0)),
+            *((T, order, 0) for T in (L, L // 2) for order in ("random", "confidence"))]
+    for name, K in progress([(n, K) for n in anchored for K in (1, 8)]):
+        for T, order, eta in runs:
+            noise = toy.step_generator(0, 2, device)
+            z, stats = toy.generate(models[name], num, T, K, noise, order=order, budget=eta)
+            row = rate(z) | dict(zip(("stories", "sentences"), toy.valid_shares(z, tokenizer)))
+            what = f"{order}, eta = {eta}" if eta else order
+            cells = (f"{row[c]:.2f}" for c in columns)
+            table.append([name, str(K), what, str(stats["steps"]), *cells])
+    toy.show("The order of reveal", table, args.markdown)
+
     table = [["model", "T", "remask", "K", "spacing", *columns]]
     for name in progress(models):
         for T, remask in ((L // 4, "cap"), (2 * L, "loop")):
@@ -333,9 +359,14 @@ def run(argv):
         toy.fail("--naive needs a post-trained model: leave it out")
     if args.naive:
         model = toy.without_fusion(model)
+    masked = model.mask_id is not None
+    for name in MASKED_ONLY if not masked else ():
+        if vars(args)[name] != parse([]).__dict__[name]:
+            toy.fail(f"{toy.flag(name)} has no effect on a model without masks: leave it out")
     prompt = prompt_canvas(args.prompt, tokenizer, model.config.seq_len)
-    steps = None if args.one_by_one else args.steps or 2 * len(prompt)
-    n_steps = steps or int((prompt == model.mask_id).sum())
+    steps = args.steps or (2 * len(prompt) if masked else toy.UNIFORM_STEPS)
+    steps = None if args.one_by_one else steps
+    n_steps = steps or int((prompt == len(tokenizer.vocab)).sum())
     if args.svg and not (args.svg.endswith(".svg") and 1 <= n_steps <= 1000):
         toy.fail(f"--svg draws 1 to 1000 steps, these are {n_steps}, and into a file named .svg")
 
@@ -346,17 +377,20 @@ def run(argv):
     g = torch.Generator(device).manual_seed(args.seed)
     begin = time.perf_counter()
     with toy.explained("these options do not go together", ValueError):
-        z, stats = toy.generate(
-            model, args.num, steps, args.refresh_every, g, prompt=prompt.to(device),
-            remask=args.remask, temperature=args.temperature, top_p=args.top_p, callback=watch,
-            spacing=args.spacing)
-    seconds = time.perf_counter() - begin - (watch.slept if watch else 0)
+        options = {"eta": args.eta}
+        if masked:  # where steps are few and not known before, every K-th is the better plan
+            spacing = args.spacing or ("even" if args.order == "entropy" else "log")
+            options = {"temperature": args.temperature, "top_p": args.top_p, "spacing": spacing,
+                       "remask": args.remask, "order": args.order, "budget": args.eta}
+        z, stats = toy.generate(model, args.num, steps, args.refresh_every, g, callback=watch,
+                                prompt=prompt.to(device), **options)
+    speed = toy.per_second(z.numel(), begin + (watch.slept if watch else 0))
 
     # Print.
     for i, row in enumerate(z.tolist(), 1):
         print(f"[{i}] {tokenizer.decode(row)}\n")
     print(f"{stats['steps']} steps, {stats['anchor_calls']} anchor calls, "
-          f"{stats['denoiser_calls']} denoiser calls, {z.numel() / seconds:,.0f} tokens/s")
+          f"{stats['denoiser_calls']} denoiser calls, {speed:,.0f} tokens/s")
     if args.svg:
         calls = f", {stats['anchor_calls']} anchor calls" if watch.anchored else ""
         picture = svg(watch, f"{stats['steps']} reverse steps{calls}")

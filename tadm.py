@@ -796,6 +796,7 @@ def sample_uniform(model, batch_size, seq_len, steps=48, refresh_every=1, prompt
         z = torch.where(given < V, given, z)
         if callback is not None:
             callback(j, z, age)
-    calls = {"anchor_calls": -(-steps // refresh_every), "denoiser_calls": steps}
+    anchors = 0 if cache is None else -(-steps // refresh_every)
+    calls = {"anchor_calls": anchors, "denoiser_calls": steps}
     layers = sum(n * depth for n, depth in zip(calls.values(), model.depths))
     return z, {"steps": steps, "layer_calls": layers, **calls}

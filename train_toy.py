@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -41,13 +42,16 @@ FORMAT = "tadm-toy checkpoint 2"
 END = "<|endoftext|>"  # one token: fills a canvas up, and separates the stories of a text file
 
 
-def posttrained(config, naive=False):
-    """An MDLM of 6 + 2 layers is split into 1 shared one, 5 of the anchor and 2 of the denoiser."""
+def posttrained(base, config):
+    """A base of 6 + 2 layers is split into 3 shared ones, 3 of the anchor and 2 of the denoiser."""
     rank = 4 * (5 * config.d_model // 32 or 1)  # 40 for d = 64
-    return tadm.PostTrained(tadm.MDLM(config), 1, config.n_denoiser, rank, naive=naive)
+    return tadm.PostTrained(base(config), config.n_anchor // 2, config.n_denoiser, rank)
 
 
-MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM, "posttrained": posttrained}
+MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM, "uniform": tadm.UniformLM}
+POSTTRAINED = {"mdlm": "posttrained", "uniform": "posttrained_uniform"}  # of which base
+for base, name in POSTTRAINED.items():
+    MODELS[name] = functools.partial(posttrained, MODELS[base])
 
 
 # ----------------------------------------------------------------- 1. the built-in stories
@@ -59,28 +63,26 @@ STORY = [
     "{opening}, CHILD and FRIEND {went} to the PLACE.",
     " {who} had a[ {size}] COLOUR THING.",
     "[ The[ COLOUR] THING was[ very] {nice}.]",
-    "[ At the PLACE] {who} {saw} a[ {size}] ANIMAL.",
+    " At the PLACE {who} {saw} a[ {size}] ANIMAL.",
     " The ANIMAL took the[ COLOUR] THING[ and ran away].",
-    "[ {who} was[ very] {sad}.]",
     " {who} {found} the[ COLOUR] THING under a {tree}.",
     "[ {they} played[ at the PLACE].]",
 ]
 FACTS = {
-    "CHILD FRIEND": ["Tom", "Mia", "Ben", "Lily", "Sam", "Anna"],  # two different ones
-    "PLACE": ["park", "farm", "beach", "zoo", "lake", "forest"],
-    "COLOUR": ["red", "blue", "green", "pink", "white", "brown"],
-    "THING": ["ball", "kite", "boat", "book", "cup", "hat"],
-    "ANIMAL": ["dog", "cat", "fox", "duck", "goat", "monkey"],
+    "CHILD FRIEND": ["Tom", "Mia", "Ben", "Lily", "Sam", "Anna", "Max", "Lucy"],  # two different ones
+    "PLACE": ["park", "farm", "beach", "zoo", "lake", "forest", "school", "garden"],
+    "COLOUR": ["red", "blue", "green", "pink", "white", "brown", "black", "yellow"],
+    "THING": ["ball", "kite", "boat", "book", "cup", "hat", "drum", "ring"],
+    "ANIMAL": ["dog", "cat", "fox", "duck", "goat", "monkey", "horse", "frog"],
 }
 SLOTS = {
     "opening": ["Once", "One day", "One fine day"],
     "went": ["went", "ran"],
     "who": ["CHILD", "FRIEND"],
-    "they": ["They", "CHILD and FRIEND"],
+    "they": ["They", "CHILD and FRIEND", "FRIEND and CHILD"],
     "size": ["big", "little"],
     "nice": ["nice", "old", "new"],
     "saw": ["saw", "met"],
-    "sad": ["sad", "angry"],
     "found": ["found", "saw"],
     "tree": ["tree", "bush", "bench"],
 }
@@ -294,14 +296,18 @@ def make_optimizers(model):
 # Eq. 14 with lambda = 1 learns less here. The tokens revealed in a rollout are not those of x, so
 # the likeliest clean tokens are what a model without them would say: naive reuse. See README.
 KD_WEIGHT = 100.0
+UNIFORM_STEPS = 48  # of Algorithm 2, as in the paper
 
 
 def training_loss(model, x, args, step, g):
     """What this kind of model learns from the clean canvases x (B, L): nats per token."""
     L = x.shape[1]
-    if args.model == "posttrained":
+    if args.model in POSTTRAINED.values():
         steps = max(3, L // 4 if step % 2 else L // 8)  # 3 or more: ages are 0, 1 and 2
+        steps = UNIFORM_STEPS if model.mask_id is None else steps
         return tadm.posttrain_loss(model, model.base, x, steps, kd_weight=KD_WEIGHT, generator=g)
+    if args.model == "uniform":
+        return tadm.uniform_loss(model, x, g, args.elbo)
     # Staleness as in C.2: K in {1, 2, 4, 8}, T from L/8 to 4L.
     refresh_choices = [1, 2, 4, 8] if args.anchors == "stale" else [1]
     steps_choices = [max(1, L * 2**i // 8) for i in range(6)]
@@ -369,7 +375,7 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
             nats = torch.zeros(())
             if due:
                 with autocast(args, device):
-                    nats = tadm.bound(ema, x_val[:128], None, generator=g, draws=4).mean()
+                    nats = evaluate(ema, x_val[:128], None, 1, g, draws=4).mean()
 
             # A step may break the weights after a good loss: nothing broken is ever saved.
             weights = model.parameters() if due or stops else ()
@@ -379,8 +385,7 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
 
             # One batch says little, as its times are random: show an average.
             smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
-            n_tokens = (step - start) * args.batch_size * args.seq_len
-            speed = n_tokens / (time.perf_counter() - begin)
+            speed = per_second((step - start) * args.batch_size * args.seq_len, begin)
             bar.set_postfix_str(f"loss {smooth:.3f} nats/token, {speed:,.0f} tokens/s", False)
             bar.update()
 
@@ -411,13 +416,18 @@ def describe(model, args, data):
     """Print what is going to be trained, on what."""
     spare = "anchor_head" if args.model == "tadm" and args.gamma == 0 else "-"  # never used then
     n_weights = sum(p.numel() for name, p in model.named_parameters() if spare not in name)
-    if args.model == "posttrained":
+    if hasattr(model, "base"):
         n_new = sum(p.numel() for p in model.fusion.parameters())
         share = n_new / (n_weights - n_new)
         print(f"fusion: {n_new:,} weights to train, {share:.1%} of the frozen base")
     print(f"preset {args.preset}, {args.model}: {args.n_anchor} + {args.n_denoiser} layers, "
           f"d = {args.d_model}, L = {args.seq_len}, V = {model.config.vocab_size}, "
           f"{n_weights:,} weights; {data}")
+
+
+def per_second(n, begin):
+    """n per second since begin, a time.perf_counter(). Clocks may tick late: never divide by 0."""
+    return n / max(time.perf_counter() - begin, 1e-9)
 
 
 def step_generator(seed, step, device):
@@ -433,14 +443,15 @@ def autocast(args, device):
 
 def generate(model, num, steps, refresh_every, generator, **options):
     """Sample num canvases with this model: z (num, L), and the stats of tadm.sample."""
-    return tadm.sample(model, num, model.config.seq_len, steps, refresh_every, generator=generator,
-                       **options)
+    sampler = tadm.sample_uniform if model.mask_id is None else tadm.sample
+    return sampler(model, num, model.config.seq_len, steps, refresh_every, generator=generator,
+                   **options)
 
 
 def without_fusion(model):
     """The same post-trained model with naive reuse of its anchor."""
-    naive = posttrained(model.config, naive=True).to(model.base.position.device).eval()
-    naive.load_state_dict(model.state_dict())
+    naive = copy.copy(model)
+    naive.naive = True
     return naive
 
 
@@ -468,24 +479,28 @@ def fusion_share(model):
 
 
 def evaluate(model, x, steps, refresh_every, generator, **options):
-    """tadm.bound of the canvases x (N, L), a few at a time: (N,) nats per token."""
-    parts = [tadm.bound(model, rows, steps, refresh_every, generator, **options)
+    """tadm.bound of the canvases x (N, L), a few at a time: (N,) nats per token; Eq. 37 if there
+    is no mask."""
+    bound = tadm.bound
+    if model.mask_id is None:
+        bound, steps = tadm.uniform_bound, steps or UNIFORM_STEPS
+    parts = [bound(model, rows, steps, refresh_every, generator, **options)
              for rows in x.split(64)]
     return torch.cat(parts)
 
 
-def measure(model, x, tokenizer, steps, refresh_every, num, single, teacher=None, spacing="even"):
+def measure(model, x, tokenizer, steps, refresh_every, num, single, teacher=None, **spacing):
     """One row of a table, and the canvases z (num, L) that were sampled for it, always with the
     same noise. Layer calls are per step, relative to a model of `single` layers."""
     noise = [step_generator(0, i, x.device) for i in range(3)]
     policy = (steps, refresh_every)
-    row = {"bound": float(evaluate(model, x, *policy, noise[0], spacing=spacing).mean())}
+    row = {"bound": float(evaluate(model, x, *policy, noise[0], **spacing).mean())}
     if teacher is not None:
-        kl = evaluate(model, x, *policy, noise[1], spacing=spacing, teacher=teacher)
+        kl = evaluate(model, x, *policy, noise[1], teacher=teacher, **spacing)
         row["KL"] = float(kl.mean())
     begin = time.perf_counter()
-    z, stats = generate(model, num, *policy, noise[2], spacing=spacing)
-    row["tokens/s"] = z.numel() / (time.perf_counter() - begin)
+    z, stats = generate(model, num, *policy, noise[2], **spacing)
+    row["tokens/s"] = per_second(z.numel(), begin)
     layers, fused = stats["layer_calls"], stats["denoiser_calls"] * fusion_share(model)
     row["stories"], row["sentences"] = valid_shares(z, tokenizer)
     row["layers"], row["+ fusion"] = layers / steps / single, (layers + fused) / steps / single
@@ -519,14 +534,15 @@ def report(model, x_val, tokenizer, args):
     # single: the layers of a single-stage model of that depth
     steps, single, teacher = 2 * L, args.n_anchor or args.n_denoiser, None
     rows = [(args.model, model, K) for K in (1, 2, 4, 8)]
-    if args.model == "mdlm":
+    if not model.depths[0]:
         rows = rows[:1]  # nothing is cached
-    elif args.model == "posttrained":
+    elif hasattr(model, "base"):
         steps, single, teacher = L, args.n_anchor + args.n_denoiser, model.base
         rows, naive = [("teacher", teacher, 1)], without_fusion(model)
         for K in (1, 2, 3, 4, 8):
             rows += [("naive", naive, K), ("fused", model, K)]
         columns = {"bound": ".4f", "KL": ".4f"} | columns
+    steps = UNIFORM_STEPS if model.mask_id is None else steps
     table, slowest = [["model", "K", *columns]], None
     for name, m, K in tqdm(rows, "measuring", leave=False):
         row, z = measure(m, x[:256], tokenizer, steps, K, 64, single, teacher=teacher)
@@ -538,8 +554,11 @@ def report(model, x_val, tokenizer, args):
     print("\nbound: nats/token, the same noise in every row. layers: layer calls per step, relative"
           f"\nto a single-stage model of {single} layers; + fusion: its multiply-adds counted as "
           "well.\n")
-    nucleus, _ = generate(model, 2, steps, 8, step_generator(0, 2, device), top_p=0.9)
-    for what, canvases in (("", z[:2]), (", nucleus 0.9", nucleus)):
+    texts = [("", z[:2])]
+    if model.mask_id is not None:
+        nucleus, _ = generate(model, 2, steps, 8, step_generator(0, 2, device), top_p=0.9)
+        texts += [(", nucleus 0.9", nucleus)]
+    for what, canvases in texts:
         for canvas in canvases.tolist():
             print(f"sample (K = {K}{what}): {tokenizer.decode(canvas)}\n")
     path = shlex.quote(str(Path(args.out) / f"{args.model}.pt"))
@@ -555,15 +574,16 @@ PRESETS = {  # for a 2-core CPU, and for one consumer GPU with 8 GB
     "gpu": {"seq_len": 256, "d_model": 384, "n_heads": 6, "n_anchor": 6, "n_denoiser": 2,
             "vocab_size": 8192, "batch_size": 64, "lr": 1e-3, "steps": 20_000, "dtype": "bfloat16"},
 }
-STORIES = {"seq_len": 67, "steps": 1600}  # the longest story has 67 tokens
+STORIES = {"seq_len": 62, "steps": 2000}  # the longest story has 62 tokens
 POSTTRAIN = {"steps": 2000, "batch_size": 16, "lr": 5e-3}
 DEFAULTS = {"data": "tinystories", "preset": "cpu", "gamma": 0.0, "seed": 0, "device": "auto",
-            "compile": False, "out": "out", "resume": False}
+            "compile": False, "out": "out", "resume": False, "elbo": False}
 FREE_TO_CHANGE = {"resume", "steps", "out", "device", "compile"}  # when a run is resumed
 FILES = {"data", "posttrain"}  # may have moved: what is in them decides
-NO_EFFECT = {"mdlm": {"anchors", "gamma"}, "posttrained": {
-    "model", "preset", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor", "n_denoiser",
-    "anchors", "gamma"}}
+STALE = {"anchors", "gamma"}  # options of models with an anchor
+SIZES = {"preset", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor", "n_denoiser"}
+NO_EFFECT = {"tadm": {"elbo"}, "adlm": {"elbo"}, "mdlm": {"elbo"} | STALE, "uniform": STALE}
+NO_EFFECT |= dict.fromkeys(POSTTRAINED.values(), {"elbo", "model"} | STALE | SIZES)
 
 
 def number(kind, low, high=10**9):
@@ -588,8 +608,10 @@ def parse(argv):
     )
     parser.error = fail
     add, count = parser.add_argument, number(int, 1)
-    add("--model", choices=list(MODELS)[:3], help="tadm (default), or its predecessors adlm, mdlm")
-    add("--posttrain", metavar="MDLM.pt", help="give this trained mdlm an anchor cache")
+    add("--model", choices=list(MODELS)[:4],
+        help="tadm (default), its predecessors adlm, mdlm, or uniform: without a mask token")
+    add("--posttrain", metavar="CKPT", help="give this trained mdlm or uniform an anchor cache")
+    add("--elbo", action="store_true", help="train a uniform model with Eq. 37: it writes worse")
     add("--data", help="tinystories (default, one download), stories (built in), or a text file")
     add("--preset", choices=PRESETS, help="sizes for a 2-core cpu (default) or for an 8 GB gpu")
     add("--steps", type=count, help="training steps")
@@ -608,7 +630,7 @@ def parse(argv):
     add("--device", help="auto (default: cuda, else mps, else cpu) or a name that torch knows")
     add("--dtype", choices=("float32", "bfloat16"), help="of the matrix products")
     add("--compile", action="store_true", help="torch.compile the layers: slow start, faster steps")
-    add("--out", help="folder for the checkpoint, MODEL.pt or posttrained.pt (default out)")
+    add("--out", help="folder for the checkpoint, MODEL.pt (default out)")
     add("--resume", action="store_true", help="go on with OUT/MODEL.pt where it stopped")
     return vars(parser.parse_args(argv))
 
@@ -619,15 +641,17 @@ def settings(given):
     Returns (Namespace, checkpoint to resume or None, checkpoint to post-train or None).
     """
     args, checkpoint, base = DEFAULTS | PRESETS[given.get("preset", "cpu")], None, None
-    model = "posttrained" if "posttrain" in given else given.get("model", "tadm")
-    for name in NO_EFFECT.get(model, set()) & given.keys():
-        fail(f"{flag(name)} has no effect on a {model} model: leave it out")
-    if model == "posttrained":
+    model = given.get("model", "tadm")
+    if "posttrain" in given:
         base = load_checkpoint(given["posttrain"])
         n_anchor = base["config"]["n_anchor"]
-        if base["model"] != "mdlm" or n_anchor < 2:
-            fail(f"--posttrain needs a --model mdlm of --n-anchor 2 or more, this is a "
+        if base["model"] not in POSTTRAINED or n_anchor < 2:
+            fail(f"--posttrain needs a --model mdlm or uniform of --n-anchor 2 or more, this is a "
                  f"{base['model']} of --n-anchor {n_anchor}")
+        model = POSTTRAINED[base["model"]]
+    for name in NO_EFFECT[model] & given.keys():
+        fail(f"{flag(name)} has no effect on a {model} model: leave it out")
+    if base:
         args |= {k: v for k, v in base["args"].items() if k not in FREE_TO_CHANGE} | POSTTRAIN
     elif given.get("data") == "stories":
         args |= STORIES
@@ -675,8 +699,9 @@ TINYSTORIES = {
 def download(url, size, sha256, timeout=10):
     """The path of this file in the user's cache, fetched if it is not there. Raises UserError."""
     with explained("TinyStories could not be downloaded", Exception):  # from no network to no home
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        path = Path(cache) / "tadm-toy" / url.rpartition("/")[2]
+        cache = os.environ.get("XDG_CACHE_HOME", "")  # by the standard, a relative one is none
+        cache = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+        path = cache / "tadm-toy" / url.rpartition("/")[2]
         if path.exists():  # whole, as it was checked before it got this name
             return path
         data = bytearray()
