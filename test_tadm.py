@@ -1915,16 +1915,19 @@ def test_stories_that_are_drawn_are_valid():
         assert train_toy.is_story(text) and train_toy.valid_sentences(text) == (n, n), text
 
 
-TALE = ("One day, Tom and Mia went to the park. Mia had a big red ball. Tom saw a little dog. The dog "
-        "took the red ball. Mia was sad. Tom found the ball under a tree. They played at the park.")
+TALE = ("One day, Tom and Mia went to the park. Mia had a big red ball. The ball was nice. At the "
+        "park Tom saw a little dog. The dog took the red ball. Tom found the ball under a tree. "
+        "They played at the park.")
 
 
 @pytest.mark.parametrize("old,new,bad", [
-    ("", "", 0), (" Mia was sad.", "", 0), ("took the red", "took the", 0), ("took the red", "took the blue", 1),
-    (" Tom saw a", " At the park Tom saw a", 0), (" Tom saw a", " At the zoo Tom saw a", 1),
-    ("The dog", "The cat", 1), ("found the ball", "found the kite", 1), ("at the park", "at the zoo", 1),
-    ("Mia was", "Anna was", 1), ("Tom and Mia", "Tom and Tom", 1), ("dog took", "dog dog took", 1),
-    (" took", "", 1), ("tree.", "tree", 1), ("the park. Mia had", "the park. Mia was sad. Mia had", None),
+    ("", "", 0), (" The ball was nice.", "", 0), ("took the red", "took the", 0),
+    ("took the red", "took the blue", 1), ("At the park Tom", "At the zoo Tom", 1),
+    ("The dog", "The cat", 1), ("found the ball", "found the kite", 1),
+    ("played at the park", "played at the zoo", 1), ("Mia had", "Anna had", 1),
+    ("They played", "Mia and Tom played", 0), ("Tom and Mia", "Tom and Tom", 1),
+    ("dog took", "dog dog took", 1), (" took", "", 1), ("tree.", "tree", 1),
+    ("park. Mia had", "park. The ball was nice. Mia had", None),
 ])
 def test_stories_each_fault_costs_its_sentence(old, new, bad):
     text = TALE.replace(old, new)
@@ -2124,17 +2127,19 @@ def tales(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with tales.txt, a tiny tadm.pt, mdlm.pt and posttrained.pt, and what each run printed."""
+    """A folder with tales.txt, tiny checkpoints of all kinds, and what each run printed."""
     out = tmp_path_factory.mktemp("it's")
     fresh = ["--data", str(write_tales(out)), *TINY]
-    for name, argv in (("tadm", fresh), ("mdlm", [*fresh, "--model", "mdlm"]), ("posttrained", post(out))):
+    runs = {name: [*fresh, "--model", name] for name in ("tadm", "mdlm", "uniform")}
+    runs |= {name: post(out, base) for base, name in train_toy.POSTTRAINED.items()}
+    for name, argv in runs.items():
         with open(out / f"{name}.txt", "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
             assert train_toy.main([*argv, "--out", str(out)]) == 0
     return out
 
 
-def post(out):
-    return ["--posttrain", str(out / "mdlm.pt"), "--steps", "6", "--device", "cpu"]
+def post(out, base="mdlm"):
+    return ["--posttrain", str(out / f"{base}.pt"), "--steps", "6", "--device", "cpu"]
 
 
 def wrong(main, argv, capsys):
@@ -2185,25 +2190,26 @@ def test_script_trains_and_samples_from_end_to_end(trained, capsys):
     assert not torch.equal(saved["ema"][name], saved["weights"][name])
 
 
-def test_script_posttrain_from_end_to_end(trained, capsys):
-    printed = (trained / "posttrained.txt").read_text(encoding="utf-8")
+@pytest.mark.parametrize("base_name,name", train_toy.POSTTRAINED.items())
+def test_script_posttrain_from_end_to_end(trained, capsys, base_name, name):
+    printed = (trained / f"{name}.txt").read_text(encoding="utf-8")
     row = r"^(teacher|naive|fused) +(\d) +([\d.]+) +([\d.]+) +([\d.]+) +[\d.]+ +[\d,]+ +[\d.]+$"
-    table = {(name, int(K)): tuple(map(float, values))
-             for name, K, *values in re.findall(row, printed, re.MULTILINE)}
+    table = {(kind, int(K)): tuple(map(float, values))
+             for kind, K, *values in re.findall(row, printed, re.MULTILINE)}
     assert set(table) == {("teacher", 1)} | {(n, K) for n in ("naive", "fused") for K in (1, 2, 3, 4, 8)}
     assert table["naive", 1] == table["fused", 1] == table["teacher", 1], "K = 1 is the teacher"
     assert table["teacher", 1][1:] == (0, 1), "the teacher: KL 0, all layers at every step"
     assert table["naive", 8][2] < table["fused", 8][2] < 1, "layer calls"
-    base, post = (train_toy.load_checkpoint(trained / f"{name}.pt")["ema"] for name in ("mdlm", "posttrained"))
-    for name, value in base.items():
-        assert torch.equal(value, post[f"base.{name}"]), f"{name} of the base must stay frozen"
+    base, post = (train_toy.load_checkpoint(trained / f"{which}.pt")["ema"] for which in (base_name, name))
+    for weight, value in base.items():
+        assert torch.equal(value, post[f"base.{weight}"]), f"{weight} of the base must stay frozen"
     share = re.search(r"fusion: ([\d,]+) weights to train, ([\d.]+)% of the frozen base", printed)
     n_new = sum(v.numel() for k, v in post.items() if k.startswith("fusion."))
     assert int(share[1].replace(",", "")) == n_new
     percent = 100 * n_new / sum(v.numel() for v in base.values())
     close(float(share[2]), percent, 0.051, "share of the trained weights in percent")
     for option in ([], ["--naive"]):
-        assert sample_script.main([str(trained / "posttrained.pt"), "--steps", "9", *option]) == 0
+        assert sample_script.main([str(trained / f"{name}.pt"), "--steps", "9", *option]) == 0
         assert "9 steps" in capsys.readouterr().out
 
 
@@ -2218,14 +2224,14 @@ def test_script_falls_back_to_the_built_in_stories(monkeypatch, capsys, tmp_path
     assert re.search(r"speed-up +stories +sentences", printed.out)
 
 
-@pytest.mark.parametrize("model", ["tadm", "adlm", "posttrained"])
+@pytest.mark.parametrize("model", ["tadm", "adlm", "uniform", "posttrained"])
 def test_script_resume_equals_an_uninterrupted_run(trained, tmp_path, monkeypatch, capsys, model):
     """Ctrl-C after 3 of 6 steps, then --resume: the very same weights and averages."""
-    argv = ["--data", str(trained / "tales.txt"), *TINY, "--model", model, "--gamma", "0.1",
-            "--dtype", "bfloat16"]
+    argv = ["--data", str(trained / "tales.txt"), *TINY, "--model", model, "--dtype", "bfloat16",
+            *(["--gamma", "0.1"] if model in ("tadm", "adlm") else ())]
     argv = [*(post(trained) if model == "posttrained" else argv), "--out"]
     assert train_toy.main([*argv, str(tmp_path / "whole")]) == 0
-    name = "posttrain_loss" if model == "posttrained" else "t_anelbo"
+    name = {"posttrained": "posttrain_loss", "uniform": "uniform_loss"}.get(model, "t_anelbo")
     loss, calls = getattr(reference, name), []
 
     def interrupted(*args, **kwargs):
@@ -2280,7 +2286,7 @@ def test_script_stops_where_nothing_is_finite(tales, capsys, monkeypatch, tmp_pa
     (["--data", "empty"], "too short"),
     (["--data", "short"], "96 tokens"),
     (["--data", "binary"], "utf-8"),
-    (["--data", "stories", "--seq-len", 20], "--seq-len 67"),
+    (["--data", "stories", "--seq-len", 20], "--seq-len 62"),
     ([*TINY, "--out", "short"], "--out"),
     ([*TINY, "--steps", 0], "steps"),
     ([*TINY, "--lr", "nan"], "lr"),
@@ -2294,7 +2300,7 @@ def test_script_stops_where_nothing_is_finite(tales, capsys, monkeypatch, tmp_pa
     ([*TINY, "--resume"], "no checkpoint"),
     (["--posttrain", "@/mdlm.pt", "--preset", "gpu"], "--preset has no effect"),
     (["--posttrain", "nowhere.pt"], "no checkpoint"),
-    (["--posttrain", "@/tadm.pt"], "mdlm"),
+    (["--posttrain", "@/tadm.pt"], "mdlm"), (["--model", "tadm", "--elbo"], "--elbo has no effect"),
     ([*TINY, "--out", "@", "--resume", "--d-model", 32], "--d-model"),
     (["--posttrain", "@/mdlm.pt", "--out", "@", "--resume", "--lr", 1], "--lr 0.005"),
     ([*TINY, "--out", "damaged", "--resume"], "damaged"),
@@ -2360,7 +2366,7 @@ def test_script_compare_agrees_with_direct_calls(trained, capsys):
     argv = ["--compare", tadm, post, mdlm, "--judge", tadm, "--quick", "--markdown"]
     assert sample_script.main(argv) == 0
     printed = capsys.readouterr().out
-    quality, by_k, by_t, samplers = tables(printed)
+    quality, by_k, by_t, orders, samplers = tables(printed)
     anchored = [tadm, post, f"{post}, naive"]
     rows = {tuple(row[:3]): dict(zip(quality[0], row)) for row in quality[1:]}
     both = [(str(K), spacing) for K in (2, 4, 8) for spacing in ("even", "log")]
@@ -2389,6 +2395,9 @@ def test_script_compare_agrees_with_direct_calls(trained, capsys):
     close(float(error), float(cost.std()) / len(x) ** 0.5, 1e-3, "its standard error")
     assert by_t[0][3:] == [f"T = {T}" for T in (1, 3, 12, 24, 48)] and len(samplers) == 1 + 3 * 6 + 2
     assert "xychart-beta" in printed
+    options = {"order": "entropy", "budget": 0.1, "generator": noise(2)}
+    steps = reference.sample(model, 16, 12, 24, 8, **options)[1]["steps"]
+    assert [tadm, "8", "entropy, eta = 0.1", str(steps)] in [row[:4] for row in orders], "steps taken"
 
 
 def test_script_ships_a_model_as_good_as_the_readme_says(tmp_path, monkeypatch, capsys):
@@ -2443,6 +2452,34 @@ def test_script_watch(capsys):
         assert re.findall(r"\x1b\[0;([\d;]+)m([^\x1b]*)", body) == list(zip(colors, map(text.get, canvas)))
 
 
+def test_script_watch_without_masks(capsys):
+    """Words that a step has changed are dim, as they may be noise; the anchor is marked all the same."""
+    base = random_model("UniformLM", vocab_size=7, n_anchor=3)
+    watch = sample_script.Watch(reference.PostTrained(base, 1, 1, 4), train_toy.Tokenizer(VOCAB), [7] * 4, 6, True)
+    watch.terminal, watch.pause = True, 0
+    before = [7] * 4
+    for step, canvas in enumerate(([1, 2, 3, 4], [1, 2, 5, 4], [1, 3, 5, 4])):
+        watch(step, torch.tensor([canvas]), step % 2)
+        colors = re.findall(r"\x1b\[0;(\d+)m", capsys.readouterr().out)
+        assert colors == ["0" if a == b else "2" for a, b in zip(canvas, before)]
+        before = canvas
+    picture = sample_script.svg(watch, "")
+    assert picture.count('class="dim"') > 8 and len(re.findall("M[0-9.]+ [0-9]+v14", picture)) == 2
+
+
+def test_script_samples_without_masks(trained, capsys):
+    checkpoint = str(trained / "uniform.pt")
+    assert sample_script.main([checkpoint, "--prompt", "The cat ___ 3", "--eta", "2", "--num", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^\[1\] The cat.* 3", printed, re.MULTILINE) and "48 steps, 0 anchor calls" in printed
+    for option in (["--order", "entropy"], ["--top-p", "0.5"], ["--one-by-one"], ["--spacing", "log"]):
+        assert f"{option[0]} has no effect" in wrong(sample_script.main, [checkpoint, *option], capsys)
+    assert "no mask" in wrong(sample_script.main, ["--compare", checkpoint], capsys)
+    masked = str(trained / "tadm.pt")
+    assert sample_script.main([masked, "--order", "entropy", "--eta", "1e9", "--num", "1"]) == 0
+    assert "1 steps, 1 anchor calls" in capsys.readouterr().out, "--eta is the budget of --order entropy"
+
+
 @pytest.mark.parametrize("kind", ["TADM", "ADLM", "MDLM"])
 @pytest.mark.parametrize("remask", ["none", "rescale"])
 def test_script_svg(kind, remask):
@@ -2473,7 +2510,7 @@ def test_script_svg(kind, remask):
             if opacity == "1":
                 yield e.get("class"), e.text
 
-    for j, (canvas, saw) in enumerate(watch.frames):
+    for j, (canvas, saw, _) in enumerate(watch.frames):
         truth = []
         for token, old in zip(canvas, saw):
             masked = ("mask" if old == 7 else "again", None)
