@@ -188,9 +188,9 @@ def one_thing_at_a_time(request, monkeypatch):
 
 
 def same_layout(theirs, ours):
-    """Skip a test that needs our names of the weights, if a network has quite other ones."""
+    """Skip a test that needs our names of the weights, if most of a network have other names."""
     theirs, ours = ({k: v.shape for k, v in m.state_dict().items()} for m in (theirs, ours))
-    if len(ours.keys() & theirs.keys()) < len(ours) / 2:
+    if len(ours.keys() & theirs.keys()) < len(theirs) / 2:
         pytest.skip("weights are named otherwise than ours: compare with --vectors instead")
     differ = {name: ours.get(name) for name in ours | theirs if ours.get(name) != theirs.get(name)}
     assert not differ, f"the shapes of these weights should be {differ}"
@@ -572,6 +572,7 @@ def test_further_hides_more_of_the_same_canvas():
     repeats(lambda g: tadm.corrupt_further(z, t, t_stale, 7, g))
     g, x = rng(), torch.arange(50).repeat(200, 1)
     t = torch.rand(200, generator=g)
+    t[0] = 0.9999
     z = reference.corrupt(x, t, 50, g)
     z_stale = tadm.corrupt_further(z, t, (t + 0.3).clamp(max=1), 50, g)
     assert (z_stale[z == 50] == 50).all(), "Eq. 15: z_t' is made from z_t, not anew from x"
@@ -613,7 +614,7 @@ def test_times_of_the_anchor():
 
 def test_times_are_independent_in_small_batches():
     """In batches of two, strata are drawn from few numbers: nothing else may hang on these."""
-    batches = [tadm.sample_times(2, [1, 4], [10, 25], rng(i)) for i in range(4000)]
+    batches = [tadm.sample_times(2, [1, 4], [10, 25], rng(i)) for i in range(2000)]
     t, t_stale = map(torch.cat, zip(*batches))
     upper, place = (t > 0.5005).float(), (t - 1e-3) / (1 - 1e-3) * 2 % 1
     mean_is(place[upper == 0], 0.5, "C.2: within its stratum t is uniform")
@@ -2345,16 +2346,16 @@ def test_homework_table_of_the_readme():
     text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r'^\| *\d+ \| (.*?) \| .*? \| `"?([a-z ]+)"?` \|', text, re.MULTILINE)
     tests = [name for name in globals() if name.startswith("test_")]
-    seen = []
+    seen, named = [], []
     for what, expression in rows:
         names, groups = re.findall(r"`([\w.]+)`", what), expression.split(" or ")
-        blank(inspect.getsource(reference), names)  # refuses names that do not exist
         graded = {name for group in groups for name in GROUPS[group]} - {"Config", "MDLM"}
         assert {name.split(".")[0] for name in names} == graded, f"README, -k {expression}"
         chosen = {test.split("_")[1] for test in tests if any(group in test for group in groups)}
         assert chosen & GROUPS.keys() == set(groups), f"-k {expression} also selects {chosen}"
-        seen += groups
+        seen, named = seen + groups, named + names
     assert sorted(seen) == sorted(GROUPS)
+    blank(inspect.getsource(reference), named)  # refuses names that do not exist
 
 
 def main(argv=None):
