@@ -1026,7 +1026,10 @@ def test_sampler_skips_what_nothing_reads():
 
 
 def test_sampler_one_by_one_reproduces_the_data():
-    z, _, rows = recorded(posterior(LANGUAGE, 3), 2000, 4, None)
+    model = posterior(LANGUAGE, 3)
+    z, _, rows = recorded(model, 2000, 4, None, 4)
+    kept = all((cache == 3).all() for _, cache in model.predicted)
+    assert kept, "steps = None, K = 4: the canvas of the only anchor is not written into later"
     masks = [set((canvas == 3).sum(1).tolist()) for _, canvas, _ in rows]
     assert masks == [{3}, {2}, {1}, {0}], f"steps = None: one token per step; masks left: {masks}"
     for place in range(4):
