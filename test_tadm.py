@@ -563,16 +563,15 @@ def test_forward_masks_a_share_t():
 
 
 def test_further_hides_more_of_the_same_canvas():
-    z, t = torch.zeros(3, 40_000).long(), torch.tensor([0.3, 0.0, 1.0])
-    z[2] = 7  # nothing is visible at t = 1
-    t_stale = torch.tensor([0.5, 0.5, 1.0])
+    z, t = torch.zeros(4, 40_000).long(), torch.tensor([0.3, 0.0, 0.999, 1.0])
+    z[3] = 7  # nothing is visible at t = 1
+    t_stale = torch.tensor([0.5, 0.5, 1.0, 1.0])
     z_stale = tadm.corrupt_further(z, t, t_stale, 7, rng())
-    for row, share in zip(z_stale, (2 / 7, 0.5, 1)):
+    for row, share in zip(z_stale, (2 / 7, 0.5, 1, 1)):
         mean_is(row == 7, share, "Eq. 15: a visible token is masked with 1 - alpha_t' / alpha_t")
     repeats(lambda g: tadm.corrupt_further(z, t, t_stale, 7, g))
     g, x = rng(), torch.arange(50).repeat(200, 1)
     t = torch.rand(200, generator=g)
-    t[0] = 0.9999
     z = reference.corrupt(x, t, 50, g)
     z_stale = tadm.corrupt_further(z, t, (t + 0.3).clamp(max=1), 50, g)
     assert (z_stale[z == 50] == 50).all(), "Eq. 15: z_t' is made from z_t, not anew from x"
