@@ -27,7 +27,8 @@ Notation            paper         here
     remasking           sigma_t       sigma
 
 Losses and bounds are in nats per token. Smaller than the paper: 6 + 2 layers, not
-12 + 6, tens of tokens, not 1024. No time conditioning, as in the paper.
+12 + 6, tens of tokens, not 1024. No time conditioning, as in the paper. The last section
+is about models without a mask; but for post-training, nothing before it needs it.
 """
 
 import copy
