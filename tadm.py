@@ -577,7 +577,7 @@ class PairedFusion(nn.Module):
 
 
 class PostTrained(nn.Module):
-    """A frozen copy of a trained MDLM or UniformLM (base), split in three, with a cache (Section 4).
+    """A frozen copy of a trained MDLM or UniformLM (base), split in three, with a cache (Sec. 4).
     S is the embedding and the first n_shared layers, D the last n_denoiser layers and the
     head, A what lies between. Only fusion, a PairedFusion, has gradients; naive = True switches
     it off (Table 6). depths: layers of refresh and denoise. ValueError: an impossible split."""
