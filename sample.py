@@ -47,8 +47,8 @@ def parse(argv):
         help="refresh in every K-th step, or as often but where the canvas changes (default log)")
     add("--order", choices=("random", "confidence", "entropy"), default="random",
         help="which words come first: any (default), or those that the model is surest of")
-    add("--eta", type=toy.number(float, 0), default=0.1, help="nats of entropy that a step accepts, "
-        "with --order entropy or a model without masks (default 0.1)")
+    add("--eta", type=toy.number(float, 0), default=0.1, help="nats of entropy that a step "
+        "accepts, with --order entropy or a model without masks (default 0.1)")
     add("--temperature", type=toy.number(float, 0), default=1.0, help="0: the likeliest token")
     add("--top-p", type=toy.number(float, 0, 1), default=1.0, help="nucleus (default 1: off)")
     add("--remask", choices=tadm.REMASK, default="none", help="ReMDM schedule (default none)")
@@ -89,8 +89,8 @@ def prompt_canvas(text, tokenizer, seq_len):
 class Watch:
     """A callback of tadm.sample that keeps what happens to the first canvas, and shows it if live.
 
-    frames: after each step, its canvas, the one that the anchor saw, and its age. Where they differ, the
-    anchor is stale: words that it has not seen are bright green, words masked again since are red.
+    frames: after each step, its canvas, the one that the anchor saw, and its age. Where they differ,
+    the anchor is stale: words that it has not seen are bright green, those masked again are red.
     Without masks, words that this step has changed are dim: noise, or words just accepted.
     Without a terminal, one plain line is printed at every refresh and at the end.
     """

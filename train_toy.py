@@ -69,7 +69,7 @@ STORY = [
     "[ {they} played[ at the PLACE].]",
 ]
 FACTS = {
-    "CHILD FRIEND": ["Tom", "Mia", "Ben", "Lily", "Sam", "Anna", "Max", "Lucy"],  # two different ones
+    "CHILD FRIEND": ["Tom", "Mia", "Ben", "Lily", "Sam", "Anna", "Max", "Lucy"],  # two of them
     "PLACE": ["park", "farm", "beach", "zoo", "lake", "forest", "school", "garden"],
     "COLOUR": ["red", "blue", "green", "pink", "white", "brown", "black", "yellow"],
     "THING": ["ball", "kite", "boat", "book", "cup", "hat", "drum", "ring"],
