@@ -1478,9 +1478,10 @@ def test_uniform_loss_and_bound_of_a_fixed_prediction():
     for K in (1, 4):
         close(tadm.uniform_bound(Table(table), x, 8, K, rng()).mean(), truth, 0.02, f"Eq. 37, K = {K}")
     model = Table(table)
-    close(tadm.uniform_loss(model, x, rng(), elbo=True), truth, 0.04, "Eq. 37 as the loss")
+    nats = sum(tadm.uniform_loss(model, x, rng(seed), elbo=True) for seed in range(4)) / 4
+    close(nats, truth, 0.025, "Eq. 37 as the loss")
     close(tadm.uniform_loss(model, x, rng()), -math.log(x_theta[0]), 1e-5, "cross-entropy at all positions")
-    assert model.graded == [False, True] * 2, "self-conditioning: the first prediction has no gradient"
+    assert model.graded == [False, True] * 5, "self-conditioning: the first prediction has no gradient"
     (first, _), ((z, p), _) = model.predicted[-2:]
     assert torch.equal(first, z[:1500]), "the first prediction is of the same noisy tokens"
     assert torch.allclose(p[:1500], table.softmax(-1)[first]) and not p[1500:].any(), (
