@@ -1609,6 +1609,7 @@ def test_distill_without_masks():
     student, teacher = Table(tables[0], "cache"), Table(tables[1])
     x = torch.randint(0, 5, (6, 50), generator=rng())
     loss = tadm.posttrain_loss(student, teacher, x, 6, kd_weight=0.7, generator=rng(1))
+    assert len(student.refreshed) == 1, "Eq. 13: one anchor, the first; a stale one at the end"
     (z, _), (z_stale, _) = student.predicted[-1]
     log_q, log_p = tables[0][z_stale].double().log_softmax(-1), tables[1][z].double().log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
