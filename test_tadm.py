@@ -1351,7 +1351,7 @@ def test_sampler_by_entropy_of_an_exact_oracle():
     close(z[:, 0].float().mean(), 0.5, 0.15, "the first word is drawn, not the likeliest taken")
 
 
-def test_sampler_by_confidence_reveals_as_many_as_the_schedule():
+def test_sampler_by_confidence_reveals_as_many_as_chance():
     def masked_shares(order):
         seen = []
         tadm.sample(Toy(3), 4000, 8, 6, generator=rng(), order=order,
@@ -1440,7 +1440,7 @@ def test_uniform_posterior_is_bayes(alpha_t, alpha_s):
     assert np.abs(got[0, 1].numpy() - truth).max() < 1e-12, "Eq. 32: the prediction stands for x"
 
 
-def test_uniform_bound_is_the_limit_of_the_discrete_one():
+def test_uniform_nats_are_the_limit_of_discrete_ones():
     g, T = rng(), 10**5
     log_q = torch.randn(3, 2, 4, generator=g).double().log_softmax(-1)
     x, z = torch.tensor([[0, 1], [2, 3], [1, 1]]), torch.tensor([[0, 2], [2, 0], [3, 1]])
@@ -1455,7 +1455,7 @@ def test_uniform_bound_is_the_limit_of_the_discrete_one():
               "Look at: 1 / (V (1 - t)), the observed token below each ratio")
 
 
-def test_uniform_bound_of_an_oracle_is_the_entropy():
+def test_uniform_nats_of_an_oracle_are_the_entropy():
     """All noisy texts, all times: an exact model of a small language reaches its entropy. What it
     predicts for a position comes from the OTHER tokens: Eq. 32 adds the noisy token itself."""
     data = np.array(LANGUAGE)
@@ -1476,7 +1476,7 @@ def test_uniform_bound_of_an_oracle_is_the_entropy():
     close(total, math.log(5), 1e-3, "Eq. 37 of an exact oracle, over all positions and times")
 
 
-def test_uniform_loss_and_bound_of_a_fixed_prediction():
+def test_uniform_objectives_of_a_fixed_prediction():
     table = torch.tensor([1.0, 0.5, -1.0]).repeat(3, 1)
     x, x_theta = torch.zeros(3000, 24).long(), np.exp(table[0].double().log_softmax(0).numpy())
     truth = uniform_truth(3, x_theta)
@@ -1497,7 +1497,7 @@ def test_uniform_loss_and_bound_of_a_fixed_prediction():
     repeats(lambda g: tadm.uniform_bound(model, x[:9], 8, 2, g))
 
 
-def test_uniform_bound_has_a_stale_anchor_and_a_teacher():
+def test_uniform_anchor_is_stale_and_its_teacher_fresh():
     """The share of noise in a long canvas tells its time."""
     student = Table(torch.randn(50, 50, generator=rng()), "cache")
     teacher = Table(torch.randn(50, 50, generator=rng(1)))
@@ -1536,7 +1536,7 @@ def test_uniform_step_is_algorithm_2():
 
 
 @pytest.mark.parametrize("T,K", [(7, 3), (5, 1), (4, 9)])
-def test_uniform_sampler_is_algorithm_1_and_2(T, K):
+def test_uniform_texts_come_from_algorithms_1_and_2(T, K):
     model, canvases = Table(3 * torch.randn(6, 6, generator=rng())), []
     prompt = torch.tensor([5, 6, 6, 2, 6, 6, 6, 6])  # V where text is wanted
     z, stats = tadm.sample_uniform(model, 30, 8, T, K, prompt, 0.5, rng(1),
