@@ -3,16 +3,13 @@
 A masked diffusion language model starts from a canvas of masks and reveals
 tokens in T reverse steps. The usual model runs its whole network at each of
 them. TADM splits it in four (Eq. 7-10):
-
     c = S(z_t)                  token embedding: cheap, at every step
     h = A(S(z_t'))              anchor network: expensive, at every K-th step, then reused
     h_fused = Phi(c, h)         gated fusion: corrects the stale h with the current c
     logits = D(h_fused)         denoiser: a few layers, at every step
 
 In training the anchor is stale on purpose, as it will be in sampling. Of a model,
-the loss, the bound and the sampler need a mask_id and two methods (with gamma > 0
-also anchor_logits):
-
+the loss, the bound and the sampler need a mask_id and two methods:
     cache = model.refresh(z)            # expensive: once every K steps
     logits = model.predict(z, cache)    # cheap: at every step; (B, L, V), real tokens only
 
@@ -26,9 +23,9 @@ Notation            paper         here
     reverse steps       T             steps
     remasking           sigma_t       sigma
 
-Losses and bounds are in nats per token. Smaller than the paper: 6 + 2 layers, not
-12 + 6, tens of tokens, not 1024. No time conditioning, as in the paper. The last section
-is about models without a mask; but for post-training, nothing before it needs it.
+Losses and bounds are in nats per token. Smaller than the paper: 6 + 2 layers, not 12 + 6,
+tens of tokens, not 1024. No time conditioning, as in the paper. Section 6 is about models
+without a mask; of what is before it, only post-training uses it.
 """
 
 import copy
@@ -44,7 +41,6 @@ from torch import nn
 @dataclass(frozen=True)
 class Config:
     """Sizes of a model. Raises ValueError for sizes that cannot be built."""
-
     vocab_size: int  # V real tokens; the mask token is one more, mask_id = V
     seq_len: int  # L, the longest canvas
     d_model: int = 64  # d
@@ -68,12 +64,11 @@ def rotate(x, cos, sin):
 
 class Block(nn.Module):
     """One pre-norm Transformer layer, attention in both directions: (B, L, d) -> (B, L, d)."""
-
     def __init__(self, config):
         super().__init__()
         d, self.n_heads = config.d_model, config.n_heads
         d_head = d // self.n_heads
-        # every layer adds a little, so that the sum of all layers stays O(1)
+        # so that the sum of what all layers add stays O(1)
         self.scale = (config.n_anchor + config.n_denoiser) ** -0.5
         self.norm_attn, self.norm_mlp = nn.LayerNorm(d), nn.LayerNorm(d)
         self.norm_q, self.norm_k = (nn.LayerNorm(d_head, bias=False) for _ in range(2))
@@ -95,10 +90,8 @@ class Block(nn.Module):
 
 
 class GatedFusion(nn.Module):
-    """Correct a stale anchor h with the current shallow state c, token by token (Eq. 57-59).
-    c, h: (B, L, d), the embedding of z_t and the cached anchor of z_t'. Returns h_fused
-    (B, L, d); at first LN(h), as W_2, b_2 = 0. In u, c comes before h; W_1 widens to 4d."""
-
+    """Correct a stale anchor h with the current c, token by token (Eq. 57-59): (B, L, d) each.
+    At first h_fused = LN(h), as W_2, b_2 = 0. In u, c comes before h; W_1 widens to 4d."""
     def __init__(self, d_model):
         super().__init__()
         self.norm_c, self.norm_h, self.norm_out = (nn.LayerNorm(d_model) for _ in range(3))
@@ -115,13 +108,12 @@ class GatedFusion(nn.Module):
 
 
 class DiffusionLM(nn.Module):
-    """What all models share: the embedding S and the head of D. Each adds refresh and denoise.
-    The embedding has V + 1 rows and the head V outputs: the mask token can be read,
-    never written. depths: how many layers refresh and denoise run."""
-
+    """What all models share: the embedding S and the head of D. Each adds refresh and denoise,
+    and depths, how many layers these run. The mask token can be read, never written."""
     def __init__(self, config):
         super().__init__()
         self.config, self.mask_id = config, config.vocab_size
+        self.depths = (config.n_anchor, config.n_denoiser)
         self.token = nn.Embedding(config.vocab_size + 1, config.d_model)
         self.position = nn.Parameter(torch.empty(config.seq_len, config.d_model))
         self.norm, self.head = nn.LayerNorm(config.d_model), nn.Linear(config.d_model, self.mask_id)
@@ -134,8 +126,8 @@ class DiffusionLM(nn.Module):
         return nn.Sequential(*[Block(self.config) for _ in range(n_layers)])
 
     def embed(self, z):
-        """S: (B, L) int64 -> (B, L, d). Positions are learned: rotary ones are relative, they
-        cannot tell the first mask from the last. Raises ValueError beyond seq_len."""
+        """S: (B, L) int64 -> (B, L, d). Raises ValueError beyond seq_len. Positions are learned:
+        rotary ones are relative, they cannot tell the first mask from the last."""
         if z.shape[1] > self.config.seq_len:
             raise ValueError(f"canvas of {z.shape[1]} tokens, seq_len is {self.config.seq_len}")
         return self.token(z) + self.position[: z.shape[1]]
@@ -150,10 +142,8 @@ class DiffusionLM(nn.Module):
 
 class TADM(DiffusionLM):
     """Shared embedding, cached anchor network, gated fusion, small denoiser."""
-
     def __init__(self, config):
         super().__init__(config)
-        self.depths = (config.n_anchor, config.n_denoiser)
         self.anchor = self.stack(config.n_anchor)
         self.fusion = GatedFusion(config.d_model)
         self.denoiser = self.stack(config.n_denoiser)
@@ -165,20 +155,17 @@ class TADM(DiffusionLM):
 
     def denoise(self, z, cache):
         """D(Phi(S(z), h)) without the head (Eq. 10): (B, L) int64 -> (B, L, d)."""
-        c, h = self.embed(z), cache
-        return self.denoiser(self.fusion(c, h))
+        return self.denoiser(self.fusion(self.embed(z), cache))
 
     def anchor_logits(self, cache):
-        """The anchor's own prediction, (B, L, V), by a head that only training uses."""
+        """The anchor's own prediction, (B, L, V); only training uses it."""
         return self.anchor_head(F.layer_norm(cache, cache.shape[-1:]))
 
 
 class ADLM(DiffusionLM):
     """The predecessor (Eq. 5; arXiv 2505.18456): D reads only the anchor's logits, never z."""
-
     def __init__(self, config):
         super().__init__(config)
-        self.depths = (config.n_anchor, config.n_denoiser)
         self.anchor = self.stack(config.n_anchor)
         self.anchor_norm = nn.LayerNorm(config.d_model)
         self.anchor_head = nn.Linear(config.d_model, config.vocab_size)
@@ -198,7 +185,6 @@ class ADLM(DiffusionLM):
 
 class MDLM(DiffusionLM):
     """The single-stage baseline: one stack of n_anchor + n_denoiser layers, no cache."""
-
     def __init__(self, config):
         super().__init__(config)
         self.depths = (0, config.n_anchor + config.n_denoiser)
@@ -213,7 +199,6 @@ class MDLM(DiffusionLM):
 
 # --------------------------------------------------------------- 2. the forward process
 
-
 def corrupt(x, t, mask_id, generator=None):
     """Draw z_t from q(z_t | x) (Eq. 1): every token becomes the mask with probability t.
     x: (B, L) int64; t: (B,) float32 in [0, 1]. Returns z_t (B, L) int64."""
@@ -223,9 +208,8 @@ def corrupt(x, t, mask_id, generator=None):
 
 def corrupt_further(z_t, t, t_stale, mask_id, generator=None):
     """Draw z_t' from z_t (Eq. 15): a visible token stays with probability alpha_t' / alpha_t.
-    So z_t' never shows what z_t hides: both lie on one trajectory.
-    z_t: (B, L) int64; t, t_stale: (B,) float32. Returns z_t' (B, L) int64. Raises
-    ValueError if some t' < t."""
+    So z_t' never shows what z_t hides. z_t: (B, L) int64; t, t_stale: (B,) float32. Returns
+    z_t' (B, L) int64. Raises ValueError if some t' < t."""
     if (t_stale < t).any():
         raise ValueError("t_stale must not be smaller than t: an anchor is older than its canvas")
     p_mask = (t_stale - t) / (1 - t).clamp_min(1e-9)  # 1 - alpha_t' / alpha_t; 0 at t = 1
@@ -234,8 +218,8 @@ def corrupt_further(z_t, t, t_stale, mask_id, generator=None):
 
 def sample_times(batch_size, refresh_choices, steps_choices, generator=None, device=None):
     """Draw the times of a training batch (appendix C.2). Returns t, t_stale: (B,) float32.
-    t ~ U(1e-3, 1), "antithetic": one row in each of B equal strata, in random order. Each
-    row draws K and T from the two lists, k from 0..K-1, and has t' = min(1, t + k/T)."""
+    t ~ U(1e-3, 1), "antithetic": one row in each of B equal strata, in random order; and
+    t' = min(1, t + k/T), with K and T from the two lists and k from 0..K-1."""
     draw = {"generator": generator, "device": device}
     stratum, u = torch.randperm(batch_size, **draw), torch.rand(2, batch_size, **draw)
     t = 1e-3 + (1 - 1e-3) * (stratum + u[0]) / batch_size
@@ -265,15 +249,16 @@ def refresh_steps(steps, refresh_every, spacing="even"):
 
 # -------------------------------------------------------------------- 3. loss and bound
 
-
 def log_probs(model, z, cache):
-    """log x_theta at the N masked positions of z, row by row: (N, V), always float32.
-    The other tokens are carried over from z and need no prediction (SUBS)."""
-    masked = z == model.mask_id
-    if not hasattr(model, "denoise"):
-        return model.predict(z, cache)[masked].float().log_softmax(dim=-1)
-    y = model.denoise(z, cache)[masked]  # as in predict, but the widest layer runs only here
-    return model.read(y).float().log_softmax(dim=-1)
+    """log x_theta at the N masked positions of z, row by row: (N, V), always float32. The others
+    are carried over from z (SUBS). Without a mask token (section 6): at all N = B L positions."""
+    if model.mask_id is None:
+        logits = model.predict(z, cache).flatten(0, 1)
+    elif hasattr(model, "denoise"):  # as in predict, but the widest layer runs only here
+        logits = model.read(model.denoise(z, cache)[z == model.mask_id])
+    else:
+        logits = model.predict(z, cache)[z == model.mask_id]
+    return logits.float().log_softmax(dim=-1)
 
 
 def weighted_mean(each, masked, t):
@@ -310,22 +295,19 @@ def t_anelbo(model, x, t, t_stale, gamma=0.0, generator=None):
 @torch.no_grad()
 def bound(model, x, steps, refresh_every=1, generator=None, draws=8, teacher=None, spacing="even"):
     """Unbiased estimate of the bound on -log p(x): (B,) float32, nats per token. x: (B, L) int64.
-
-    steps = T: for sampling in T steps with the anchors of refresh_steps. The sum over the
-    steps i = T..1, each with t = i/T and weight 1/i, is estimated from random i with weight
-    T * 1/i = 1/t. As alpha_0 = 1 there is no reconstruction term.
-    steps = None: T -> infinity with fresh anchors, whatever K is. The integral over t
-    becomes a sum over the number n of masks, uniform on 1..L, with weight L/n.
-    draws: how many i (or n) for each row, from as many equal strata. teacher: a model;
-    KL(teacher || model) replaces -log p. Raises ValueError for values below 1."""
+    steps = T: for sampling in T steps with the anchors of refresh_steps. The sum over the steps
+    i = T..1, with t = i/T and weight 1/i, is estimated from random i with weight T * 1/i = 1/t.
+    As alpha_0 = 1 there is no reconstruction term. steps = None: T -> infinity with fresh anchors,
+    whatever K is; the integral over t becomes a sum over the number n of masks, uniform on 1..L,
+    with weight L/n. draws: how many i (or n) for each row, from as many equal strata. teacher: a
+    model; KL(teacher || model) replaces -log p. Raises ValueError for values below 1."""
     if draws < 1:
         raise ValueError("draws must be at least 1")
-    B, L = x.shape
-    levels = L if steps is None else steps
+    levels = x.shape[1] if steps is None else steps
     due = torch.tensor(refresh_steps(levels, refresh_every, spacing), device=x.device)
-    total = torch.zeros(B, device=x.device)
+    total = torch.zeros(len(x), device=x.device)
     for j in range(draws):
-        u = (j + torch.rand(B, device=x.device, generator=generator)) / draws
+        u = (j + torch.rand(len(x), device=x.device, generator=generator)) / draws
         level = 1 + (u * levels).long().clamp(max=levels - 1)  # i or n, uniform on 1..levels
         t = level / levels
         if steps is None:  # exactly n masks, in random places
@@ -371,26 +353,21 @@ def remask_schedule(kind, t, s, eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
             if time > t_on:
                 return alpha_on * (1 - time) / (1 - t_on)
             return alpha_on if time > t_off else 1 - (1 - alpha_on) * time / t_off
-
         return alpha(t), alpha(s), (eta if t_off <= s and t <= t_on else 0.0)
     alpha_t, alpha_s = 1 - t, 1 - s
     sigma_max = min(1.0, (1 - alpha_s) / max(alpha_t, 1e-9))
-    if kind == "none":
-        return alpha_t, alpha_s, 0.0
-    if kind == "cap":
-        return alpha_t, alpha_s, min(eta, sigma_max)
-    return alpha_t, alpha_s, sigma_max * (eta if kind == "rescale" else 1)
+    sigma = {"none": 0.0, "cap": min(eta, sigma_max), "rescale": eta * sigma_max}
+    return alpha_t, alpha_s, sigma.get(kind, sigma_max)
 
 
 def choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed=None, confidence=None,
                      generator=None):
     """Where a reverse step acts (Eq. 17): reveal, remask, both (B, L) bool.
     A masked token is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t),
-    a visible one is remasked with sigma. (sigma = 0: the first is (t - s) / t = 1/i.)
-    alpha_t, alpha_s, sigma: floats or (B, 1); sigma is cut to its largest valid value.
-    fixed: (B, L) bool, never remasked. confidence: (B, L) float, the probability each token
-    was drawn with: sigma is shared among visible tokens, the low ones get more. Raises
-    ValueError unless 0 <= alpha_t <= alpha_s <= 1 and alpha_t < 1."""
+    a visible one is remasked with sigma. alpha_t, alpha_s, sigma: floats or (B, 1); sigma is cut
+    to its largest valid value. fixed: (B, L) bool, never remasked. confidence: (B, L) float, the
+    probability each token was drawn with: sigma is shared among visible tokens, the low ones get
+    more. Raises ValueError unless 0 <= alpha_t <= alpha_s <= 1 and alpha_t < 1."""
     alpha_t, alpha_s, sigma = (torch.as_tensor(v).to(z.device) for v in (alpha_t, alpha_s, sigma))
     if not ((0 <= alpha_t) & (alpha_t <= alpha_s) & (alpha_s <= 1) & (alpha_t < 1)).all():
         raise ValueError(f"a step needs alpha_t <= alpha_s in [0, 1], got {alpha_t} and {alpha_s}")
@@ -407,10 +384,9 @@ def choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed=None, confidence
 
 def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
     """What is revealed: a token for each row of logits (N, V). Returns ids (N,) int64, and
-    their probabilities (N,) float32, before the nucleus.
-    Temperature 0 takes the likeliest. Nucleus: the likeliest tokens until their sum reaches
-    top_p; 0 takes the likeliest, 1 all. The token that crosses top_p is kept, as usual; the
-    released ReMDM code drops it."""
+    their probabilities (N,) float32, before the nucleus. Temperature 0 takes the likeliest.
+    Nucleus: the likeliest tokens until their sum reaches top_p, 0..1, with the one that
+    crosses it (the released ReMDM code drops it). 0: the likeliest alone, 1: all."""
     if temperature < 1e-6:
         temperature, top_p = 1.0, 0.0
     weights = probs = (logits.float() / temperature).softmax(dim=-1)
@@ -440,8 +416,7 @@ def most_certain(logits, allowed, order, n=None, budget=None):
 
 def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, confidence=None,
                  temperature=1.0, top_p=1.0, generator=None):
-    """One reverse step (Eq. 17) from z_t to z_s, (B, L) int64: first where, then what.
-    (sample does the two halves, but predicts between them, if anything is revealed.) logits:
+    """One reverse step (Eq. 17) from z_t to z_s, (B, L) int64: first where, then what. logits:
     (B, L, V). confidence: updated in place. All else: see choose_positions, draw_tokens."""
     reveal, remask = choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed, confidence,
                                       generator)
@@ -456,14 +431,13 @@ def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, con
 def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, remask="none",
            temperature=1.0, top_p=1.0, generator=None, callback=None, spacing="even",
            order="random", budget=0.1, **remask_options):
-    """Sample text (Algorithm 1). Returns z (B, L) int64 without masks, and stats.
+    """Sample text (Algorithm 1). Returns z (B, L) int64 without masks, and stats: steps, and the
+    calls really made, anchor_calls, denoiser_calls, layer_calls. Raises ValueError.
     steps = T, or None for one token per step in random order (T -> infinity, if K = 1).
-    order: "random" is Eq. 17; with "confidence" as many tokens are revealed, with "entropy" as
-    many as the budget allows, in fewer steps than T if it can: see most_certain.
-    refresh_every = K, spacing: see refresh_steps. prompt: (L,) or (B, L) int64, mask_id
-    where text is wanted; the rest is held fixed. callback(step, z, age) is called after
-    every step. remask_options: see remask_schedule. stats: steps, and the calls really
-    made: anchor_calls, denoiser_calls, layer_calls. Raises ValueError for bad values."""
+    refresh_every = K, spacing: see refresh_steps. prompt: (L,) or (B, L) int64, mask_id where
+    text is wanted; the rest is held fixed. callback(step, z, age): called after every step.
+    order: "random" is Eq. 17; "confidence" reveals as many tokens, "entropy" as many as the
+    budget allows, maybe in fewer steps: see most_certain. remask_options: see remask_schedule."""
     if min(batch_size, seq_len, refresh_every, 1 if steps is None else steps) < 1:
         raise ValueError("batch_size, seq_len, steps and refresh_every must be at least 1")
     if not (0 <= temperature < float("inf") and 0 <= top_p <= 1):
@@ -485,7 +459,6 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
     n_steps = int((~fixed).sum(dim=1).max()) if steps is None else steps
     due = set(refresh_steps(max(1, n_steps), refresh_every, spacing))
     stats = {"steps": n_steps, "anchor_calls": 0, "denoiser_calls": 0}
-
     for j in range(n_steps):
         # When an anchor is due, keep the canvas. The network runs on it once a step reveals
         # something: with many steps, all of them up to the next anchor may reveal nothing.
@@ -521,7 +494,6 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
         if order == "entropy" and not (z == mask_id).any():
             stats["steps"] = j + 1
             break
-
     anchor, denoiser = getattr(model, "depths", (0, 0))
     stats["layer_calls"] = stats["anchor_calls"] * anchor + stats["denoiser_calls"] * denoiser
     return z, stats
@@ -534,13 +506,11 @@ def layer_calls(config, steps, refresh_every):
 
 # -------------------------------------------------------------------- 5. post-training
 
-
 class PairedFusion(nn.Module):
     """Correct a finished model's anchor by what changed in its shallow state (Eq. 48-56).
     c, c_cached: shallow states of the canvas and of the anchor's; h_cached: the anchor; all
-    (B, L, d). Returns (B, L, d): h_cached if c = c_cached (M = 0). At first W_up = 0, b_g = -3.
+    (B, L, d). Returns (B, L, d): h_cached if c = c_cached. At first W_up = 0, b_g = -3.
     Layers: reduce_c, reduce_h, qkv, out, up; with SiLU mlp (r, 2r, r) and gate (4r, r, 1)."""
-
     def __init__(self, d_model, rank, n_heads=4):
         super().__init__()
         self.n_heads = n_heads
@@ -549,7 +519,6 @@ class PairedFusion(nn.Module):
             layer = nn.Linear(n_in, n_out, bias=False)
             nn.init.normal_(layer.weight, std=n_in**-0.5)  # an RMS of 1 stays 1
             return layer
-
         self.reduce_c, self.reduce_h = linear(d_model, rank), linear(d_model, rank)  # W_C, W_H
         self.qkv, self.out = linear(2 * rank, 3 * rank), linear(rank, rank)  # W_Q, W_K, W_V; W_O
         self.mlp = nn.Sequential(linear(rank, 2 * rank), nn.SiLU(), linear(2 * rank, rank))
@@ -578,25 +547,23 @@ class PairedFusion(nn.Module):
 
 class PostTrained(nn.Module):
     """A frozen copy of a trained MDLM or UniformLM (base), split in three, with a cache (Sec. 4).
-    S is the embedding and the first n_shared layers, D the last n_denoiser layers and the
-    head, A what lies between. Only fusion, a PairedFusion, has gradients; naive = True switches
-    it off (Table 6). depths: layers of refresh and denoise. ValueError: an impossible split."""
-
+    S is the embedding and the first n_shared layers, D the last n_denoiser and the head, A what
+    lies between. Only fusion, a PairedFusion, has gradients; naive = True switches it off
+    (Table 6). Raises ValueError for an impossible split."""
     def __init__(self, base, n_shared, n_denoiser, rank, n_heads=4, naive=False):
         super().__init__()
         self.base = copy.deepcopy(base).requires_grad_(False)
         self.config, self.mask_id, self.naive = base.config, base.mask_id, naive
-        n_anchor = len(base.blocks) - n_shared - n_denoiser
-        if n_shared < 0 or n_anchor < 1 or n_denoiser < 1:
+        self.read = self.base.read
+        self.split = (n_shared, len(base.blocks) - n_denoiser)
+        if not 0 <= n_shared < self.split[1] < len(base.blocks):
             raise ValueError(f"{len(base.blocks)} layers cannot be split like that")
-        self.split = (n_shared, n_shared + n_anchor)
         self.fusion = PairedFusion(base.config.d_model, rank, n_heads)
 
     @property
     def depths(self):  # S runs once a step: in refresh or, once z has changed, in denoise
-        S, A = self.split[0], self.split[1] - self.split[0]
-        D = len(self.base.blocks) - self.split[1]
-        return (S + A, D) if self.naive else (A, S + D)
+        n = self.split[1] if self.naive else self.split[1] - self.split[0]
+        return n, len(self.base.blocks) - n
 
     def shared(self, z):
         return self.base.blocks[: self.split[0]](self.base.embed(z))
@@ -611,9 +578,6 @@ class PostTrained(nn.Module):
         if not self.naive and (z is not z_cached or torch.is_grad_enabled()):
             h = self.fusion(self.shared(z), c_cached, h)
         return self.base.blocks[self.split[1] :](h)
-
-    def read(self, y):
-        return self.base.read(y)
 
     predict = DiffusionLM.predict  # read and denoise
 
@@ -642,30 +606,27 @@ def rollout(model, x, age, steps, generator=None):
             z_s, p = uniform_step(logits, i / steps, generator=generator)
             z = torch.where(on, z_s, z[0]), torch.where(on[..., None], p, z[1])
         else:
-            z_s = reverse_step(z, logits, 1 - i / steps, 1 - (i - 1) / steps, 0.0, model.mask_id,
-                               generator=generator)
+            t, s = i / steps, (i - 1) / steps
+            z_s = reverse_step(z, logits, 1 - t, 1 - s, 0.0, model.mask_id, generator=generator)
             z = torch.where(on, z_s, z)
     return z, cache, (i_a - age) / steps
 
 
 def posttrain_loss(student, teacher, x, steps, ages=(0, 1, 2), kd_weight=1.0, generator=None):
-    """Loss of post-training (Eq. 14), a scalar in nats per token; only the fusion learns.
-    On canvases that the student sampled: cross-entropy of the masked clean tokens x (B, L)
-    int64, plus kd_weight * KL(teacher || student), weighted by 1/t as in t_anelbo. In a
-    uniform state all tokens count, and alike."""
+    """Loss of post-training (Eq. 14), a scalar in nats per token, on canvases that the student
+    sampled: cross-entropy of the masked clean tokens x (B, L) int64, plus kd_weight *
+    KL(teacher || student), weighted by 1/t. In a uniform state all tokens count, and alike."""
     # 1. A canvas sampled with an anchor of random age, without gradients.
     index = torch.randint(len(ages), (len(x),), generator=generator, device=x.device)
     age = torch.tensor(ages, device=x.device)[index]
     z, cache, t = rollout(student, x, age, steps, generator=generator)
     # 2. Predict there once more, with gradients, and ask the teacher, which sees all of z.
-    fresh = teacher.refresh(z)
+    log_q = log_probs(student, z, cache)
+    log_p = log_probs(teacher, z, teacher.refresh(z)).detach()
     if student.mask_id is None:
         masked, t = torch.ones_like(x, dtype=torch.bool), torch.ones_like(t)
-        log_q = student.predict(z, cache)[masked].float().log_softmax(dim=-1)
-        log_p = teacher.predict(z, fresh)[masked].float().log_softmax(dim=-1).detach()
     else:
         masked = z == student.mask_id
-        log_q, log_p = log_probs(student, z, cache), log_probs(teacher, z, fresh).detach()
     ce = F.nll_loss(log_q, x[masked], reduction="none")  # 3. Eq. 14
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
     return weighted_mean(ce + kd_weight * kl, masked, t).mean()
@@ -675,13 +636,11 @@ def posttrain_loss(student, teacher, x, steps, ages=(0, 1, 2), kd_weight=1.0, ge
 # The base that the paper post-trains has no mask: a noisy token is another token, and all are
 # predicted at every step. Its canvas is z (B, L), or a pair (z, p) with the probabilities
 # (B, L, V) of the last prediction (self-conditioning); refresh and predict take either.
-# Two losses want two things: cross-entropy what x is after all tokens of z, as Algorithm 2 does;
-# Eq. 37 what it is after the OTHER tokens, as Eq. 32 adds the token itself.
-
+# Cross-entropy, like Algorithm 2, asks what x is given all tokens of z; Eq. 37 what it is given
+# the OTHER tokens, as Eq. 32 adds the token itself.
 
 class UniformLM(MDLM):
     """An MDLM without a mask token (mask_id = None), with self-conditioning."""
-
     def __init__(self, config):
         super().__init__(config)
         self.mask_id, d = None, config.d_model
@@ -742,14 +701,13 @@ def uniform_loss(model, x, generator=None, elbo=False):
 @torch.no_grad()
 def uniform_bound(model, x, steps, refresh_every=1, generator=None, draws=8, teacher=None):
     """Estimate of Eq. 37: (B,) nats per token, x: (B, L), without self-conditioning. steps = T
-    sets the age of the anchor only. teacher: KL(teacher || model) of the predictions instead,
-    averaged over positions and times."""
+    sets the age of the anchor only. teacher: mean KL(teacher || model) instead."""
     V, total = model.config.vocab_size, torch.zeros(len(x), device=x.device)
     for j in range(draws):
-        # Small t come more often: a wrong token is rare there and dear, a uniform t would give
-        # an estimate of infinite variance.
+        # Wrong tokens are rare and dear at small t: with a uniform t, infinite variance.
         u = (j + torch.rand(len(x), device=x.device, generator=generator)) / draws
-        t = u.clamp(1e-3, 0.999).square()  # so dt = 2u du
+        u = u.clamp(1e-3, 0.999)
+        t = u.square()  # so dt = 2u du
         age = ((1 - t) * steps).long() % refresh_every
         z, noise = (corrupt_uniform(x, when, V, generator) for when in (t, torch.ones_like(t)))
         z_stale = corrupt_further(z, t, (t + age / steps).clamp(max=1), noise, generator)
@@ -762,13 +720,15 @@ def uniform_bound(model, x, steps, refresh_every=1, generator=None, draws=8, tea
     return total / draws
 
 
-def uniform_step(logits, t, eta=0.1, generator=None):
+def uniform_step(logits, t, eta=0.1, generator=None, fixed=None):
     """A step of Algorithm 2 at t = n/T, a float or (B, 1). Returns z (B, L) int64: tokens drawn
-    where the model is most certain, fresh noise elsewhere; and p (B, L, V) float32."""
+    where the model is most certain, fresh noise elsewhere; and p (B, L, V) float32.
+    fixed: (B, L) bool, a prompt, whose positions use up nothing of eta."""
     t = torch.as_tensor(t, device=logits.device)[..., None]
     logits = logits.float() / (0.4 + 0.4 * t)
     drawn = draw_tokens(logits.flatten(0, 1), generator=generator)[0].view(logits.shape[:2])
-    accept = most_certain(logits, drawn >= 0, "entropy", budget=eta)
+    free = torch.ones_like(drawn, dtype=torch.bool) if fixed is None else ~fixed
+    accept = most_certain(logits, free, "entropy", budget=eta)
     noise = torch.randint(logits.shape[-1], drawn.shape, device=t.device, generator=generator)
     return torch.where(accept, drawn, noise), logits.softmax(dim=-1)
 
@@ -776,28 +736,31 @@ def uniform_step(logits, t, eta=0.1, generator=None):
 @torch.no_grad()
 def sample_uniform(model, batch_size, seq_len, steps=48, refresh_every=1, prompt=None, eta=0.1,
                    generator=None, callback=None):
-    """Sample text (Algorithm 2, with the cache of Algorithm 1). Arguments and results as in
-    sample; where text is wanted the prompt holds V. eta: nats that a step may accept."""
+    """Sample text (Algorithm 2, with the cache of Algorithm 1). Prompt, callback and results as
+    in sample; where text is wanted the prompt holds V. eta: nats that a step may accept.
+    Raises ValueError for bad values."""
     V, device = model.config.vocab_size, next(model.parameters()).device
     if min(batch_size, seq_len, steps, refresh_every) < 1 or not eta >= 0:
         raise ValueError("sizes, steps and refresh_every must be at least 1, and eta 0 or more")
     given = torch.full((batch_size, seq_len), V, device=device)
     if prompt is not None:
+        if prompt.min() < 0 or prompt.max() > V:
+            raise ValueError(f"prompt must hold integers from 0 to {V}")
         given.copy_(prompt)
+    fixed = given < V
     z = torch.randint(V, given.shape, device=device, generator=generator)
-    z, p = torch.where(given < V, given, z), torch.zeros(*z.shape, V, device=device)
+    z, p = torch.where(fixed, given, z), torch.zeros(*z.shape, V, device=device)
     for j in range(steps):
         canvas, age = (z, p), j % refresh_every
         if age == 0:
             cache = model.refresh(canvas)
         logits = model.predict(canvas, cache)
-        z, p = uniform_step(logits, 1 - j / steps, eta, generator)
+        z, p = uniform_step(logits, 1 - j / steps, eta, generator, fixed)
         if j == steps - 1:
             z = logits.argmax(dim=-1)  # the last step takes the likeliest tokens
-        z = torch.where(given < V, given, z)
+        z = torch.where(fixed, given, z)
         if callback is not None:
             callback(j, z, age)
-    anchors = 0 if cache is None else -(-steps // refresh_every)
-    calls = {"anchor_calls": anchors, "denoiser_calls": steps}
-    layers = sum(n * depth for n, depth in zip(calls.values(), model.depths))
-    return z, {"steps": steps, "layer_calls": layers, **calls}
+    n = 0 if cache is None else -(-steps // refresh_every)
+    layers = n * model.depths[0] + steps * model.depths[1]
+    return z, {"steps": steps, "anchor_calls": n, "denoiser_calls": steps, "layer_calls": layers}

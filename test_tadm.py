@@ -1533,6 +1533,9 @@ def test_uniform_step_is_algorithm_2():
     each = [tadm.uniform_step(logits[:1], t, 0.1, rng())[1][0] for t in (1.0, 0.25)]
     assert torch.allclose(rows, torch.stack(each)), "every row has its own time"
     repeats(lambda g: tadm.uniform_step(logits, 0.5, 0.1, g)[0])
+    prompt = torch.tensor([True, False, False]).expand(4000, 3)  # the surest place is given
+    z, _ = tadm.uniform_step(50 * logits, 1.0, 0.0, rng(), prompt)
+    close((z[:, 1] == 0).float().mean(), 1, 0.01, "a prompt does not compete for the budget")
 
 
 @pytest.mark.parametrize("T,K", [(7, 3), (5, 1), (4, 9)])
@@ -1561,7 +1564,8 @@ def test_uniform_texts_come_from_algorithms_1_and_2(T, K):
     first = torch.cat([c[0][0][:, hidden] for c in [model.predicted[0]]])
     assert len(first.unique()) == 6, "the canvas starts as noise"
     repeats(lambda g: tadm.sample_uniform(model, 3, 8, T, K, prompt, 0.5, g)[0])
-    for wrong in ((0, 8), (1, 0), (1, 8, 0), (1, 8, 4, 0), (1, 8, 4, 1, None, -1.0)):
+    for wrong in ((0, 8), (1, 0), (1, 8, 0), (1, 8, 4, 0), (1, 8, 4, 1, None, -1.0),
+                  (1, 8, 4, 1, prompt + 1)):
         with pytest.raises(ValueError):
             tadm.sample_uniform(model, *wrong)
 
