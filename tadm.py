@@ -83,7 +83,7 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm_attn(x)).view(B, L, 3, self.n_heads, d // self.n_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, L, d_head)
         cos, sin = self.rotary[:, :L]
-        q, k = rotate(self.norm_q(q), cos, sin), rotate(self.norm_k(k), cos, sin)
+        q, k = rotate(torch.stack([self.norm_q(q), self.norm_k(k)]), cos, sin)
         y = F.scaled_dot_product_attention(q, k, v)
         x = x + self.scale * self.out(y.transpose(1, 2).flatten(2))
         return x + self.scale * self.down(F.gelu(self.up(self.norm_mlp(x))))
