@@ -190,10 +190,11 @@ def svg(watch, head):
     marks, key, due = "", "no anchor", ""
     if watch.anchored:
         key = "green: the anchor has not seen it; red: masked again"
-        key = key if watch.masked else "grey: changed in this step, noise or just accepted"
         due = "blue: the anchor is computed"
         marks = "".join(f"M{xs[j]:.1f} {y - 7}v14" for j in range(n)
                         if watch.frames[j + 1][2] == 0)
+    if not watch.masked:
+        key = "grey: changed in this step, noise or just accepted"
     dot = animate("cx", [(0, xs[0]), (share[n], xs[-1]), (1, xs[-1])], "linear")
     circle = f'<circle class="dot" cx="{xs[-1]}" cy="{y}" r="6">{dot}</circle>'
 
