@@ -1,5 +1,5 @@
-"""Train a toy TADM, ADLM or MDLM on TinyStories, the built-in stories or a text file of your own,
-or give a trained MDLM an anchor cache afterwards.
+"""Train a toy TADM, ADLM, MDLM or uniform-state model on TinyStories, the built-in stories or a
+text file of your own, or give a trained MDLM or uniform-state model an anchor cache afterwards.
 
     python train_toy.py                     # TinyStories (one download of 22 MB), 2-core laptop CPU
     python train_toy.py --data stories      # the built-in stories, no network, minutes
