@@ -40,7 +40,7 @@ def parse(argv):
     steps = parser.add_mutually_exclusive_group().add_argument
     steps("--steps", type=toy.number(int, 1), help="reverse steps T (default: twice the "
           "canvas; without masks 48)")
-    steps("--one-by-one", action="store_true", help="one token per step, in random order")
+    steps("--one-by-one", action="store_true", help="one token per step")
     add("--refresh-every", type=toy.number(int, 1), default=4, metavar="K",
         help="run the anchor network once in K steps (default 4)")
     add("--spacing", choices=("even", "log"),
@@ -60,7 +60,7 @@ def parse(argv):
     add("--compare", nargs="+", metavar="CKPT", help="measure these checkpoints and print tables")
     add("--data", metavar="FILE", help="with --compare: where their text file lies now")
     add("--judge", metavar="CKPT", help="with --compare: rate the samples by this model's bound")
-    add("--quick", action="store_true", help="with --compare: one seed and few canvases")
+    add("--quick", action="store_true", help="with --compare: a quarter of the canvases")
     add("--markdown", action="store_true", help="with --compare: print Markdown")
     add("--device", default="auto", help="auto (default) or a name that torch knows")
     args, default = parser.parse_args(argv), vars(parser.parse_args([]))
@@ -89,8 +89,8 @@ def prompt_canvas(text, tokenizer, seq_len):
 class Watch:
     """A callback of tadm.sample that keeps what happens to the first canvas, and shows it if live.
 
-    frames: after each step, its canvas, the one that the anchor saw, and its age. Where they differ,
-    the anchor is stale: words that it has not seen are bright green, those masked again are red.
+    frames: after each step, its canvas, the one that the anchor saw, and its age. Where they
+    differ, words that it has not seen are bright green, those masked again are red.
     Without masks, words that this step has changed are dim: noise, or words just accepted.
     Without a terminal, one plain line is printed at every refresh and at the end.
     """
@@ -259,8 +259,9 @@ def compare(args, device):
     L = x.shape[1]
 
     def rate(z):
-        """What the samples z (num, L) are worth, beside the shares of valid ones."""
-        found = {"entropy": unigram_entropy(z)}
+        """What the samples z (num, L) are worth."""
+        stories, sentences = toy.valid_shares(z, tokenizer)
+        found = {"stories": stories, "sentences": sentences, "entropy": unigram_entropy(z)}
         if judge:
             nats = toy.evaluate(judge, z, None, 1, toy.step_generator(0, 3, device))
             found["perplexity"] = math.exp(nats.mean())
@@ -273,7 +274,7 @@ def compare(args, device):
 
     def change(name, T, K, spacing):  # paired, on the same noise
         cost = bounds(name, T, K, spacing) - bounds(name, T, 1)
-        return f"{cost.mean():+.4f} +- {cost.std() / math.sqrt(len(x)):.4f}"
+        return f"{cost.mean():+.4f} +- {cost.std(correction=0) / math.sqrt(len(x)):.4f}"
 
     columns = {name: digits for name, digits in COLUMNS.items()
                if (data.data == "stories" or name not in ("gap", "stories", "sentences"))
@@ -313,7 +314,7 @@ def compare(args, device):
         for T, order, eta in runs:
             noise = toy.step_generator(0, 2, device)
             z, stats = toy.generate(models[name], num, T, K, noise, order=order, budget=eta)
-            row = rate(z) | dict(zip(("stories", "sentences"), toy.valid_shares(z, tokenizer)))
+            row = rate(z)
             what = f"{order}, eta = {eta}" if eta else order
             cells = (f"{row[c]:.2f}" for c in columns)
             table.append([name, str(K), what, str(stats["steps"]), *cells])
@@ -326,7 +327,7 @@ def compare(args, device):
                 noise = toy.step_generator(0, 2, device)
                 z, _ = toy.generate(models[name], num, T, K, noise, remask=remask, top_p=0.9,
                                     spacing=spacing)
-                row = rate(z) | dict(zip(("stories", "sentences"), toy.valid_shares(z, tokenizer)))
+                row = rate(z)
                 cells = (f"{row[c]:.2f}" for c in columns)
                 table.append([name, str(T), remask, str(K), spacing, *cells])
     title = "The samplers of the paper: nucleus 0.9, cap for T < L, loop for T >= L"
@@ -362,8 +363,10 @@ def run(argv):
         model = toy.without_fusion(model)
     masked = model.mask_id is not None
     for name in MASKED_ONLY if not masked else ():
-        if vars(args)[name] != parse([]).__dict__[name]:
+        if vars(args)[name] != vars(parse([]))[name]:
             toy.fail(f"{toy.flag(name)} has no effect on a model without masks: leave it out")
+    if masked and args.order != "entropy" and args.eta != parse([]).eta:
+        toy.fail("--eta needs --order entropy, or a model without masks")
     prompt = prompt_canvas(args.prompt, tokenizer, model.config.seq_len)
     steps = args.steps or (2 * len(prompt) if masked else toy.UNIFORM_STEPS)
     steps = None if args.one_by_one else steps

@@ -353,11 +353,12 @@ def remask_schedule(kind, t, s, eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
             if time > t_on:
                 return alpha_on * (1 - time) / (1 - t_on)
             return alpha_on if time > t_off else 1 - (1 - alpha_on) * time / t_off
+
         return alpha(t), alpha(s), (eta if t_off <= s and t <= t_on else 0.0)
     alpha_t, alpha_s = 1 - t, 1 - s
     sigma_max = min(1.0, (1 - alpha_s) / max(alpha_t, 1e-9))
-    sigma = {"none": 0.0, "cap": min(eta, sigma_max), "rescale": eta * sigma_max}
-    return alpha_t, alpha_s, sigma.get(kind, sigma_max)
+    sigma = {"none": 0.0, "cap": min(eta, sigma_max), "rescale": eta * sigma_max, "conf": sigma_max}
+    return alpha_t, alpha_s, sigma[kind]
 
 
 def choose_positions(z, alpha_t, alpha_s, sigma, mask_id, fixed=None, confidence=None,
@@ -399,19 +400,25 @@ def draw_tokens(logits, temperature=1.0, top_p=1.0, generator=None):
     return ids[:, 0], probs.gather(1, ids)[:, 0]
 
 
+def accept_by_entropy(entropy, eta):
+    """The positions of least entropy, while the sum of those before is at most eta, in nats: (B, L)
+    bool, at least one in each row (Algorithm 2). entropy: (B, L) float."""
+    ranked, index = entropy.sort(dim=1, stable=True)
+    before = F.pad(ranked.cumsum(dim=1)[:, :-1], (1, 0))
+    return torch.zeros_like(entropy, dtype=torch.bool).scatter(1, index, before <= eta)
+
+
 def most_certain(logits, allowed, order, n=None, budget=None):
     """Where a step acts if the model decides, not chance: (B, L) bool, some of allowed (B, L).
-    confidence: in each row the n (B, 1) positions with the likeliest tokens. entropy: in order
-    of entropy, while the sum of those before is at most budget, in nats: always one at least."""
+    confidence: in each row the n (B, 1) positions with the likeliest tokens. entropy: those that
+    accept_by_entropy finds within the budget."""
     log_p = logits.float().log_softmax(dim=-1)
-    confidence, entropy = log_p.amax(dim=-1), -(log_p.exp() * log_p).sum(dim=-1)
-    doubt = -confidence if order == "confidence" else entropy
-    doubt, index = doubt.masked_fill(~allowed, torch.inf).sort(dim=1, stable=True)
     if order == "confidence":
-        first = torch.arange(doubt.shape[1], device=n.device) < n
-    else:
-        first = F.pad(doubt.cumsum(dim=1)[:, :-1], (1, 0)) <= budget
-    return allowed & torch.zeros_like(allowed).scatter(1, index, first)
+        confidence = log_p.amax(dim=-1).masked_fill(~allowed, -torch.inf)
+        rank = confidence.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        return allowed & (rank < n)
+    entropy = -(log_p.exp() * log_p).sum(dim=-1)
+    return allowed & accept_by_entropy(entropy.masked_fill(~allowed, torch.inf), budget)
 
 
 def reverse_step(z, logits, alpha_t, alpha_s, sigma, mask_id, *, fixed=None, confidence=None,
@@ -444,8 +451,8 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
         raise ValueError("temperature must be 0 or more, and top_p must lie in [0, 1]")
     if order not in ("random", "confidence", "entropy") or not budget >= 0:
         raise ValueError(f"no such order of reveal: {order!r}, budget {budget}")
-    if remask != "none" and (steps is None or order == "entropy"):
-        raise ValueError("remasking needs a number of steps, and not the order entropy")
+    if (remask != "none") + (order == "entropy") + (steps is None) > 1:
+        raise ValueError("remasking and order entropy: only one of them, and with steps")
     weights = list(model.parameters()) if hasattr(model, "parameters") else []
     device, mask_id = weights[0].device if weights else "cpu", model.mask_id
     z = torch.full((batch_size, seq_len), mask_id, device=device)
@@ -459,6 +466,7 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
     n_steps = int((~fixed).sum(dim=1).max()) if steps is None else steps
     due = set(refresh_steps(max(1, n_steps), refresh_every, spacing))
     stats = {"steps": n_steps, "anchor_calls": 0, "denoiser_calls": 0}
+
     for j in range(n_steps):
         # When an anchor is due, keep the canvas. The network runs on it once a step reveals
         # something: with many steps, all of them up to the next anchor may reveal nothing.
@@ -494,6 +502,7 @@ def sample(model, batch_size, seq_len, steps, refresh_every=1, prompt=None, rema
         if order == "entropy" and not (z == mask_id).any():
             stats["steps"] = j + 1
             break
+
     anchor, denoiser = getattr(model, "depths", (0, 0))
     stats["layer_calls"] = stats["anchor_calls"] * anchor + stats["denoiser_calls"] * denoiser
     return z, stats
@@ -519,6 +528,7 @@ class PairedFusion(nn.Module):
             layer = nn.Linear(n_in, n_out, bias=False)
             nn.init.normal_(layer.weight, std=n_in**-0.5)  # an RMS of 1 stays 1
             return layer
+
         self.reduce_c, self.reduce_h = linear(d_model, rank), linear(d_model, rank)  # W_C, W_H
         self.qkv, self.out = linear(2 * rank, 3 * rank), linear(rank, rank)  # W_Q, W_K, W_V; W_O
         self.mlp = nn.Sequential(linear(rank, 2 * rank), nn.SiLU(), linear(2 * rank, rank))
@@ -554,7 +564,6 @@ class PostTrained(nn.Module):
         super().__init__()
         self.base = copy.deepcopy(base).requires_grad_(False)
         self.config, self.mask_id, self.naive = base.config, base.mask_id, naive
-        self.read = self.base.read
         self.split = (n_shared, len(base.blocks) - n_denoiser)
         if not 0 <= n_shared < self.split[1] < len(base.blocks):
             raise ValueError(f"{len(base.blocks)} layers cannot be split like that")
@@ -578,6 +587,9 @@ class PostTrained(nn.Module):
         if not self.naive and (z is not z_cached or torch.is_grad_enabled()):
             h = self.fusion(self.shared(z), c_cached, h)
         return self.base.blocks[self.split[1] :](h)
+
+    def read(self, y):
+        return self.base.read(y)
 
     predict = DiffusionLM.predict  # read and denoise
 
@@ -663,12 +675,12 @@ def corrupt_uniform(x, t, vocab_size, generator=None):
     return corrupt(x, t, noise, generator)  # a token in place of the mask
 
 
-def uniform_posterior(z, x_theta, alpha_t, alpha_s):
-    """q(z_s | z_t, x) (Eq. 32): (B, L, V). x_theta (B, L, V): the prediction, or one-hot x."""
-    V = x_theta.shape[-1]
-    z = F.one_hot(z, V).to(x_theta.dtype)
-    both, new = z * x_theta, alpha_s - alpha_t
-    q = V * alpha_t * both + (alpha_t / alpha_s - alpha_t) * z + new * x_theta
+def uniform_posterior(z, probs, alpha_t, alpha_s):
+    """q(z_s | z_t, x) (Eq. 32): (B, L, V). probs (B, L, V): x_theta, or one-hot x."""
+    V = probs.shape[-1]
+    z = F.one_hot(z, V).to(probs.dtype)
+    both, new = z * probs, alpha_s - alpha_t
+    q = V * alpha_t * both + (alpha_t / alpha_s - alpha_t) * z + new * probs
     q = q + new * (1 - alpha_s) / (V * alpha_s)
     return q / (V * alpha_t * both.sum(dim=-1, keepdim=True) + 1 - alpha_t)
 

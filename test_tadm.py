@@ -63,7 +63,7 @@ GROUPS = {  # what the tests of a group are about
     "split": ["PostTrained"],
     "rollout": ["rollout"],
     "distill": ["posttrain_loss"],
-    "order": ["most_certain"],
+    "order": ["most_certain", "accept_by_entropy"],
     "uniform": ["UniformLM", "corrupt_uniform", "uniform_posterior", "uniform_nats", "uniform_loss",
                 "uniform_bound", "uniform_step", "sample_uniform"],
 }
@@ -1305,7 +1305,7 @@ def test_order_against_all_prefixes():
     """The rule by brute force: the longest prefix, in order of entropy, that the budget allows."""
     logits = 4 * torch.randn(40, 7, 5, generator=rng())
     allowed = torch.rand(40, 7, generator=rng(1)) < 0.7
-    allowed[0] = False
+    allowed[0], allowed[1:9] = False, True
     p = logits.double().softmax(-1)
     entropy, likeliest = -(p * p.log()).sum(-1), p.amax(-1)
     for budget in (0.0, 0.3, 2.0, math.inf):
@@ -1314,6 +1314,9 @@ def test_order_against_all_prefixes():
             places = sorted(allowed[row].nonzero()[:, 0].tolist(), key=lambda i: entropy[row, i])
             truth = [places[:n] for n in range(len(places) + 1)
                      if n < 2 or sum(entropy[row, i] for i in places[: n - 1]) <= budget]
+            if allowed[row].all():
+                alone = tadm.accept_by_entropy(entropy[row : row + 1].float(), budget)
+                assert torch.equal(alone, got[row : row + 1]), "accept_by_entropy: the rule itself"
             assert set(got[row].nonzero()[:, 0].tolist()) == set(truth[-1]), (
                 f"Algorithm 2: ascending entropy, while the sum BEFORE a position is <= {budget}")
     n = torch.randint(0, 4, (40, 1), generator=rng(2))
@@ -2057,6 +2060,20 @@ def test_script_resume_equals_an_uninterrupted_run(trained, tmp_path, monkeypatc
             assert torch.equal(value, parts[kind][name]), f"{kind} {name} differs after --resume"
 
 
+def test_script_resume_keeps_its_base(trained, tmp_path, capsys):
+    """The base was trained anew, with other sizes: a post-training goes on with its own."""
+    for name in ("mdlm", "posttrained"):
+        (tmp_path / f"{name}.pt").write_bytes((trained / f"{name}.pt").read_bytes())
+    before = train_toy.load_checkpoint(tmp_path / "posttrained.pt")["ema"]
+    anew = ["--data", str(trained / "tales.txt"), *TINY, "--model", "mdlm", "--d-model", "8"]
+    assert train_toy.main([*anew, "--out", str(tmp_path)]) == 0
+    go_on = [*post(tmp_path), "--steps", "7", "--out", str(tmp_path), "--resume"]
+    assert train_toy.main(go_on) == 0
+    after = train_toy.load_checkpoint(tmp_path / "posttrained.pt")
+    assert after["step"] == 7
+    assert all(v.equal(after["ema"][k]) for k, v in before.items() if k.startswith("base."))
+
+
 def test_script_training_learns(tmp_path):
     """Sixty steps on nine short tales: the bound falls far below ln V."""
     path = tmp_path / "nine.txt"
@@ -2109,6 +2126,7 @@ def test_script_stops_where_nothing_is_finite(tales, capsys, monkeypatch, tmp_pa
     ([*TINY, "--out", "@", "--resume", "--d-model", 32], "--d-model"),
     (["--posttrain", "@/mdlm.pt", "--out", "@", "--resume", "--lr", 1], "--lr 0.005"),
     ([*TINY, "--out", "damaged", "--resume"], "damaged"),
+    ([*TINY, "--out", "renamed", "--resume"], "rename it mdlm.pt"),
 ], ids=lambda v: v if isinstance(v, str) else "")
 def test_script_bad_input_to_training(trained, tmp_path, monkeypatch, capsys, argv, message):
     monkeypatch.chdir(tmp_path)
@@ -2117,10 +2135,14 @@ def test_script_bad_input_to_training(trained, tmp_path, monkeypatch, capsys, ar
     good = train_toy.load_checkpoint(trained / "tadm.pt")
     Path("damaged").mkdir()
     torch.save(good | {"optimizers": [{}, {}]}, "damaged/tadm.pt")
+    Path("renamed").mkdir()
+    Path("renamed/tadm.pt").write_bytes((trained / "mdlm.pt").read_bytes())
+    Path("renamed/mdlm.pt").write_bytes(b"of another run")
     argv = [str(a).replace("@", str(trained)) for a in argv]
     if not {"--data", "--posttrain"} & {*argv}:
         argv += ["--data", str(trained / "tales.txt")]
     assert message in wrong(train_toy.main, argv, capsys)
+    assert Path("renamed/mdlm.pt").read_bytes() == b"of another run", "nothing is lost"
 
 
 @pytest.mark.parametrize("argv,message", [
@@ -2129,6 +2151,9 @@ def test_script_bad_input_to_training(trained, tmp_path, monkeypatch, capsys, ar
     (["other.pt"], "not a checkpoint"),
     (["cut.pt"], "not a checkpoint"),
     (["damaged.pt"], "damaged"),
+    (["broken.pt"], "damaged"),
+    (["wordless.pt"], "damaged"),
+    (["partial.pt"], "parts are missing"),
     (["@", "--prompt", "The cat " * 20], "shorten"),
     (["@", "--prompt", "5%"], "'%'"),
     (["@", "--num", 0], "num"),
@@ -2136,6 +2161,8 @@ def test_script_bad_input_to_training(trained, tmp_path, monkeypatch, capsys, ar
     (["@", "--top-p", 2], "top-p"),
     (["@", "--remask", "never"], "remask"),
     (["@", "--one-by-one", "--remask", "cap"], "steps"),
+    (["@", "--one-by-one", "--order", "entropy"], "steps"),
+    (["@", "--eta", 1], "--eta needs"),
     (["@", "--naive"], "--naive"),
     (["@", "--quick"], "--quick needs"),
     (["--compare", "@", "--num", 1], "--num has no effect"),
@@ -2150,6 +2177,9 @@ def test_script_bad_input_to_sampling(trained, tmp_path, monkeypatch, capsys, ar
     torch.save({"model": 1}, "other.pt")
     torch.save(good | {"ema": {}}, "damaged.pt")
     torch.save(good | {"data_hash": "another"}, "moved.pt")
+    torch.save(good | {"ema": {k: v / 0 for k, v in good["ema"].items()}}, "broken.pt")
+    torch.save(good | {"vocab": good["vocab"][:-1]}, "wordless.pt")
+    torch.save({k: v for k, v in good.items() if k != "args"}, "partial.pt")
     whole = (trained / "tadm.pt").read_bytes()
     for name, content in (("foreign.pt", b"not a checkpoint"), ("cut.pt", whole[: len(whole) // 2])):
         Path(name).write_bytes(content)

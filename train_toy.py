@@ -50,8 +50,7 @@ def posttrained(base, config):
 
 MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM, "uniform": tadm.UniformLM}
 POSTTRAINED = {"mdlm": "posttrained", "uniform": "posttrained_uniform"}  # of which base
-for base, name in POSTTRAINED.items():
-    MODELS[name] = functools.partial(posttrained, MODELS[base])
+MODELS |= {name: functools.partial(posttrained, MODELS[base]) for base, name in POSTTRAINED.items()}
 
 
 # ----------------------------------------------------------------- 1. the built-in stories
@@ -323,7 +322,7 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
         config = tadm.Config(len(tokenizer.vocab), args.seq_len, args.d_model, args.n_heads,
                              args.n_anchor, args.n_denoiser)
     model = MODELS[args.model](config).to(device)
-    if base:
+    if base and not checkpoint:  # a resumed run goes on with the base that it began with
         model.base.load_state_dict(base["ema"])
     # An average over the last steps is less noisy than the weights: it is evaluated and sampled.
     ema = copy.deepcopy(model).eval()
@@ -659,13 +658,16 @@ def settings(given):
     if args["resume"]:
         path = Path(args["out"]) / f"{model}.pt"
         checkpoint = load_checkpoint(path)
+        if checkpoint["model"] != model:
+            fail(f"{path} holds a {checkpoint['model']} model: rename it {checkpoint['model']}.pt")
         trained = checkpoint["args"]
         for name in given.keys() - FREE_TO_CHANGE - FILES:
             if given[name] != trained.get(name):
                 fail(f"{path} was trained with {flag(name)} {trained.get(name)}: to resume it, "
                      "leave that option as it was")
         args |= trained | {"resume": True, "out": args["out"]} | given
-    if args["data"] == "stories" and args["seq_len"] < STORIES["seq_len"]:
+    new = not (checkpoint or base)
+    if new and args["data"] == "stories" and args["seq_len"] < STORIES["seq_len"]:
         fail(f"the built-in stories need --seq-len {STORIES['seq_len']} or more")
     return argparse.Namespace(**args), checkpoint, base
 
@@ -702,7 +704,7 @@ def download(url, size, sha256, timeout=10):
         cache = os.environ.get("XDG_CACHE_HOME", "")  # by the standard, a relative one is none
         cache = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
         path = cache / "tadm-toy" / url.rpartition("/")[2]
-        if path.exists():  # whole, as it was checked before it got this name
+        if path.is_file():  # whole, as it was checked before it got this name
             return path
         data = bytearray()
         with (
@@ -750,7 +752,7 @@ def save(checkpoint, path, mine):
 
 
 def load_checkpoint(path):
-    """The dict that Saver wrote: plain types and tensors. Raises UserError."""
+    """The dict that train() saved: plain types and tensors. Raises UserError."""
     if not os.path.isfile(path):
         fail(f"there is no checkpoint {path}: train one with python train_toy.py")
     message = f"{path} is not a checkpoint of this project, or of another version of it"
@@ -758,6 +760,9 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if checkpoint["format"] != FORMAT:
             raise ValueError("another format")
+        needed = {"model", "config", "vocab", "data_hash", "args", "step", "ema"}
+        if not needed <= checkpoint.keys():
+            raise ValueError("parts are missing")
     return checkpoint
 
 
@@ -766,6 +771,9 @@ def build(checkpoint, device):
     with explained("the checkpoint is damaged: its parts do not fit together", Exception):
         model = MODELS[checkpoint["model"]](tadm.Config(**checkpoint["config"]))
         model.load_state_dict(checkpoint["ema"])
+        finite = all(x.isfinite().all() for x in model.parameters())
+        if not finite or len(checkpoint["vocab"]) != model.config.vocab_size:
+            raise ValueError("numbers or words are broken")
         return model.to(device).eval(), Tokenizer(checkpoint["vocab"])
 
 
@@ -866,7 +874,7 @@ def shielded(run, program, argv=None):
         except (MemoryError, RuntimeError) as e:
             if not isinstance(e, MemoryError) and "alloc" not in str(e):
                 raise
-            code, error = 2, "out of memory: make --batch-size, --seq-len or --num smaller"
+            code, error = 2, "out of memory: make the batch, the model or --num smaller"
         except KeyboardInterrupt:
             code, error = 130, "stopped"
         if error:
