@@ -274,7 +274,7 @@ def compare(args, device):
 
     def change(name, T, K, spacing):  # paired, on the same noise
         cost = bounds(name, T, K, spacing) - bounds(name, T, 1)
-        return f"{cost.mean():+.4f} +- {cost.std(correction=0) / math.sqrt(len(x)):.4f}"
+        return f"{cost.mean():+.4f} +- {cost.std() / math.sqrt(len(x)):.4f}"
 
     columns = {name: digits for name, digits in COLUMNS.items()
                if (data.data == "stories" or name not in ("gap", "stories", "sentences"))

@@ -1517,20 +1517,22 @@ def test_uniform_anchor_is_stale_and_its_teacher_fresh():
     assert kept > 0.5, "Eq. 15: the anchor's canvas is z_t with more noise, not another draw"
     log_q, log_p = student.table[z_stale].log_softmax(-1), teacher.table[z].log_softmax(-1)
     truth = (log_p.exp() * (log_p - log_q)).sum(-1).mean(1) * 2 * t.sqrt()  # the weight dt/du
-    assert (kl - truth).abs().mean() < 0.04 * truth.mean(), "KL(teacher || model), mean over positions"
+    assert (kl - truth).abs().mean() < 0.04 * truth.mean(), "KL(teacher || model), the mean"
 
 
 def test_uniform_step_is_algorithm_2():
-    logits = torch.tensor([[[0.0, 0.0, 9.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.2, 0.0, 0.0]]]).expand(4000, 3, 4)
+    rows = [[0.0, 0.0, 9.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.2, 0.0, 0.0]]
+    logits = torch.tensor(rows).expand(4000, 3, 4)
     for t, eta in ((1.0, 0.0), (0.25, math.inf)):
         tau = 0.4 + 0.4 * t
         z, p = tadm.uniform_step(logits, t, eta, rng())
         truth = (logits / tau).softmax(-1)
-        assert torch.allclose(p, truth, atol=1e-6), "Algorithm 2: tau = 0.4 + 0.4 n/T, p = softmax(logits / tau)"
+        assert torch.allclose(p, truth, atol=1e-6), "Algorithm 2: tau = 0.4 + 0.4 n/T"
         for place, token in itertools.product(range(3), range(4)):
             accepted = eta > 0 or place == 0  # eta = 0: one alone, that of least entropy
             share = float(truth[0, place, token]) if accepted else 1 / 4
-            close((z[:, place] == token).float().mean(), share, 0.04, f"Algorithm 2, eta = {eta}, place {place}: "
+            got = (z[:, place] == token).float().mean()
+            close(got, share, 0.04, f"eta = {eta}, place {place}: "
                   "accepted tokens are drawn from p, all others are fresh uniform noise")
     rows = tadm.uniform_step(logits[:2], torch.tensor([[1.0], [0.25]]), 0.1, rng())[1]
     each = [tadm.uniform_step(logits[:1], t, 0.1, rng())[1][0] for t in (1.0, 0.25)]
@@ -1548,19 +1550,20 @@ def test_uniform_texts_come_from_algorithms_1_and_2(T, K):
     z, stats = tadm.sample_uniform(model, 30, 8, T, K, prompt, 0.5, rng(1),
                                    lambda step, z, age: canvases.append((step, z, age)))
     seen = [canvas for canvas, _ in model.predicted]
-    assert [id(c) for c in model.refreshed] == [id(seen[j]) for j in range(0, T, K)], "refresh at 0, K, 2K, ..."
+    due = [id(seen[j]) for j in range(0, T, K)]
+    assert [id(c) for c in model.refreshed] == due, "refresh at 0, K, 2K, ..."
     for j, (canvas, cache) in enumerate(model.predicted):
-        assert cache is model.refreshed[j // K], "Algorithm 1: the cached anchor is used until the next refresh"
+        assert cache is model.refreshed[j // K], "Algorithm 1: one anchor until the next"
         logits = model.table[canvas[0]]
         after = seen[j + 1] if j + 1 < T else (z, None)
-        assert canvases[j][0] == j and torch.equal(canvases[j][1], after[0]) and canvases[j][2] == j % K
+        assert canvases[j][::2] == (j, j % K) and torch.equal(canvases[j][1], after[0])
         if j + 1 < T:
             truth = (logits / (0.4 + 0.4 * (1 - j / T))).softmax(-1)
-            assert torch.allclose(after[1], truth, atol=1e-6), "self-conditioning: p of the step before, n = T - j"
-        assert (canvas[0][:, [0, 3]] == prompt[[0, 3]]).all(), "the prompt is put back after every step"
+            assert torch.allclose(after[1], truth, atol=1e-6), "self-conditioning: p before"
+        assert (canvas[0][:, [0, 3]] == prompt[[0, 3]]).all(), "the prompt is put back"
     assert not seen[0][1].any(), "self-conditioning: nothing at first"
     hidden = prompt == 6
-    assert torch.equal(z[:, hidden], logits.argmax(-1)[:, hidden]), "n = 1: the likeliest token everywhere"
+    assert torch.equal(z[:, hidden], logits.argmax(-1)[:, hidden]), "n = 1: the likeliest"
     assert (z[:, ~hidden] == prompt[~hidden]).all(), "the prompt is in the text"
     n = -(-T // K)
     assert stats == {"steps": T, "anchor_calls": n, "denoiser_calls": T, "layer_calls": 2 * n + T}
@@ -1583,10 +1586,10 @@ def test_uniform_network_reads_tokens_and_its_last_prediction():
     z = torch.randint(0, 11, (2, 6), generator=rng())
     p = torch.randn(2, 6, 11, generator=rng()).softmax(-1)
     plain = model.predict(z, model.refresh(z))
-    assert plain.shape == (2, 6, 11) and model.mask_id is None, "all V tokens can be written, none is a mask"
+    assert plain.shape == (2, 6, 11) and model.mask_id is None, "V tokens, none is a mask"
     assert torch.equal(plain, model.predict((z, 0 * p), None)), "self-conditioning off equals zeros"
     assert not torch.allclose(plain, model.predict((z, p), None)), "self-conditioning must matter"
-    assert max(p.shape[0] for name, p in model.named_parameters() if name.startswith("token")) == 11, "no mask row"
+    assert model.token.weight.shape[0] == 11, "no mask row"
 
 
 def test_uniform_base_can_be_post_trained():
@@ -1599,8 +1602,10 @@ def test_uniform_base_can_be_post_trained():
     same = canvas[0].clone(), canvas[1].clone()
     fused = student.predict(same, student.refresh(canvas))
     assert torch.equal(fused, base.predict(canvas, None)), "Eq. 55: exact where nothing changed"
-    reference.posttrain_loss(student, base, torch.randint(0, 11, (8, 6)), 6, generator=rng()).backward()
-    learns = {name.split(".")[0] for name, p in student.named_parameters() if p.grad is not None and p.grad.any()}
+    x = torch.randint(0, 11, (8, 6), generator=rng())
+    reference.posttrain_loss(student, base, x, 6, generator=rng()).backward()
+    moved = [n for n, p in student.named_parameters() if p.grad is not None and p.grad.any()]
+    learns = {name.split(".")[0] for name in moved}
     assert learns == {"fusion"}, "Section 4: only the fusion learns"
 
 
@@ -1609,15 +1614,15 @@ def test_rollout_without_masks():
     x, age = torch.zeros(n, 400).long(), torch.arange(n) % 3
     (z, p), cache, t = tadm.rollout(model, x, age, T, rng())
     start = model.refreshed[0][0]
-    assert len(model.refreshed) == 1 and all(c is cache for _, c in model.predicted), "one anchor for all steps"
+    assert len(model.refreshed) == 1 and all(c is cache for _, c in model.predicted), "one anchor"
     i_a = (t * T).round() + age
     noise = (start != 0).float().mean(1) / (39 / 40)
     assert (noise - i_a / T).abs().max() < 0.15, "Eq. 13: x with noise of time t' = i_a / T"
-    assert torch.equal(z[age == 0], start[age == 0]) and not p[age == 0].any(), "age 0: no step is made"
+    assert torch.equal(z[age == 0], start[age == 0]) and not p[age == 0].any(), "age 0: no step"
     moved = (z != start)[age > 0].float().mean()
-    close(moved, 39 / 40, 0.01, "Algorithm 2 with equal entropies accepts one place: all others become noise")
+    close(moved, 39 / 40, 0.01, "Algorithm 2, equal entropies: all but one become noise")
     assert torch.allclose(p[age > 0], torch.full((1,), 1 / 40)), "p of the last step travels along"
-    assert torch.equal(model.predicted[1][0][0][age == 1], z[age == 1]), "rows that have made their steps stay"
+    assert torch.equal(model.predicted[1][0][0][age == 1], z[age == 1]), "done rows stay"
 
 
 def test_distill_without_masks():
@@ -1627,11 +1632,12 @@ def test_distill_without_masks():
     loss = tadm.posttrain_loss(student, teacher, x, 6, kd_weight=0.7, generator=rng(1))
     assert len(student.refreshed) == 1, "Eq. 13: one anchor, the first; a stale one at the end"
     (z, _), (z_stale, _) = student.predicted[-1]
-    log_q, log_p = tables[0][z_stale].double().log_softmax(-1), tables[1][z].double().log_softmax(-1)
+    log_q, log_p = tables.double().log_softmax(-1)
+    log_q, log_p = log_q[z_stale], log_p[z]
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     truth = float((0.7 * kl - log_q.gather(2, x[..., None])[..., 0]).mean())
     close(loss, truth, 1e-4 * truth, "Eq. 14 in a uniform state: the plain mean over all positions")
-    assert student.graded[-1] and not any(student.graded[:-1]), "gradients for the last prediction only"
+    assert student.graded[-1] and not any(student.graded[:-1]), "gradients: the last one only"
 
 
 # --------------------------------------------------------------------- the built-in stories
@@ -1659,7 +1665,8 @@ def ways(template, slots):
 @pytest.fixture
 def small(monkeypatch):
     """Cut-down tables, and all stories that they can write."""
-    slots = {name: words[: 2 if name in ("who", "they") else 1] for name, words in train_toy.SLOTS.items()}
+    slots = {name: words[: 1 + (name in ("who", "they"))]
+             for name, words in train_toy.SLOTS.items()}
     facts = {kinds: words[: 2 if kinds in ("CHILD FRIEND", "ANIMAL") else 1]
              for kinds, words in train_toy.FACTS.items()}
     monkeypatch.setattr(train_toy, "SLOTS", slots)
@@ -1669,13 +1676,13 @@ def small(monkeypatch):
         for animal in facts["ANIMAL"]:
             told = dict(zip(("CHILD", "FRIEND"), names), ANIMAL=animal)
             told |= {kind: facts[kind][0] for kind in ("PLACE", "COLOUR", "THING")}
-            texts += [re.sub("[A-Z]{2,}", lambda m, told=told: told[m[0]], text) for text in outlines]
+            texts += [re.sub("[A-Z]{2,}", lambda m, t=told: t[m[0]], text) for text in outlines]
     assert len(set(texts)) == len(texts) > 10_000, "two ways of drawing must not give the same text"
     return dict.fromkeys(texts)
 
 
 def test_stories_entropy_of_the_full_tables():
-    """Sum over sentences, each enumerated; all texts of all sentences differ, and end with their only
+    """Sum over sentences, each enumerated; all their texts differ, and end with their only
     full stop, so that a text falls into its draws in one way."""
     draws = (math.perm(len(words), len(kinds.split())) for kinds, words in train_toy.FACTS.items())
     truth, seen = sum(map(math.log, draws)), []
@@ -1686,7 +1693,8 @@ def test_stories_entropy_of_the_full_tables():
     close(train_toy.story_entropy(), truth, 1e-9, "entropy in nats per story")
     assert len(set(seen)) == len(seen) and all(t.index(".") == len(t) - 1 for t in seen)
     facts = [word for words in train_toy.FACTS.values() for word in words]
-    assert len(set(facts)) == len(facts) and not set(facts) & set(re.findall(r"\w+", " ".join(seen)))
+    assert len(set(facts)) == len(facts)
+    assert not set(facts) & set(re.findall(r"\w+", " ".join(seen)))
 
 
 def test_stories_come_as_often_as_the_tables_say():
@@ -1749,7 +1757,7 @@ def test_stories_shares_in_canvases():
     ids = tokenizer.encode(TALE)
     rows = [ids + [0] * 9, ids + [0, 0, ids[3], 0, 0, 0, 0, 0, 0], [0] * (len(ids) + 9)]
     stories, sentences = train_toy.valid_shares(torch.tensor(rows), tokenizer)
-    close(stories, 1 / 3, 1e-6, "a story with something after its end is not valid, nor is an empty canvas")
+    close(stories, 1 / 3, 1e-6, "words after the end are not valid, nor is an empty canvas")
     assert sentences == 14 / 15, "all sentences but what follows the end"
 
 
@@ -1758,7 +1766,7 @@ def test_stories_shares_in_canvases():
 
 @pytest.mark.parametrize("shape", [(8, 8), (12, 4), (4, 12), (1, 5)])
 def test_script_muon_against_numpy(shape):
-    """The update is U V^T with singular values near 1, scaled by the shape; equal shapes in one batch."""
+    """U V^T with singular values near 1, scaled by the shape; equal shapes in one batch."""
     draw = np.random.default_rng(0)
     parts = [np.linalg.svd(draw.normal(size=shape), full_matrices=False) for _ in range(3)]
     grads = [(u * np.linspace(0.2, 1, len(s))) @ v for u, s, v in parts]
@@ -1769,10 +1777,10 @@ def test_script_muon_against_numpy(shape):
         train_toy.Muon([q], lr=0.01).step()
     train_toy.Muon(together, lr=0.01).step()
     for p, q, grad in zip(together, alone, grads):
-        assert torch.allclose(p, q, atol=1e-6), "a batch of equal shapes gives the same as one by one"
+        assert torch.allclose(p, q, atol=1e-6), "a batch of equal shapes is the same as one by one"
         u, _, v = np.linalg.svd(grad, full_matrices=False)
         size = 0.01 * 7 * max(1, shape[0] / shape[1]) ** 0.5
-        s = np.diag(u.T @ -p.detach().numpy() @ v.T) / size  # in the singular vectors of the gradient
+        s = np.diag(u.T @ -p.detach().numpy() @ v.T) / size  # in the gradient's singular vectors
         assert ((0.65 < s) & (s < 1.25)).all(), f"singular values near 1, got {s}"
         off = np.abs(-p.detach().numpy() / size - (u * s) @ v).max()
         assert off < 1e-3, "the update has the singular vectors of the gradient"
@@ -1789,9 +1797,9 @@ def test_script_muon_momentum_and_decay_in_closed_form():
         mean = 0.9 * mean + 0.1 * grad
         ahead = 0.1 * grad + 0.9 * mean  # Nesterov
         step = (p.item() - truth * (1 - 0.1 * 0.5)) / -0.1
-        assert step * ahead > 0 and 0.65 < abs(step) < 1.25, "a step along the momentum, of size near 1"
+        assert step * ahead > 0 and 0.65 < abs(step) < 1.25, "along the momentum, size near 1"
         truth = p.item()
-    close(optimizer.state[p]["momentum"], mean, 1e-6, "momentum: 0.9 of the old, 0.1 of the gradient")
+    close(optimizer.state[p]["momentum"], mean, 1e-6, "momentum: 0.9 old, 0.1 gradient")
 
 
 def test_script_muon_trains_matrices_of_layers_and_fusion_only():
@@ -1803,7 +1811,8 @@ def test_script_muon_trains_matrices_of_layers_and_fusion_only():
     assert {n for n in ours if "denoiser" in n} == {
         f"denoiser.0.{part}.weight" for part in ("qkv", "out", "up", "down")}
     assert {"fusion.gate.weight", "anchor.1.up.weight"} <= ours
-    assert {"token.weight", "position", "head.weight", "anchor_head.weight", "norm.weight"} <= others
+    heads = {"head.weight", "anchor_head.weight"}
+    assert heads | {"token.weight", "position", "norm.weight"} <= others
     base = untrained("MDLM", n_anchor=3)
     new = [p for o in train_toy.make_optimizers(reference.PostTrained(base, 1, 1, 4))
            for p in o.param_groups[0]["params"]]
@@ -1825,7 +1834,7 @@ def write_tales(folder, n=60):
     """A text file of n different short stories. Returns its path."""
     g, path = random.Random(7), folder / "tales.txt"
     nouns = ["cat", "dog", "bird", "fish", "frog", "cow", "duck", "hen"]
-    tales = [f'The {g.choice(nouns)} saw {i} {g.choice(nouns)}s and said, "Hello!"' for i in range(n)]
+    tales = [f'The {g.choice(nouns)} saw {i} {g.choice(nouns)}s, said "Hello!"' for i in range(n)]
     path.write_text("\n<|endoftext|>\n".join(tales), encoding="utf-8")
     return path
 
@@ -1858,7 +1867,8 @@ def test_text_is_divided_by_story_and_cut_from_the_beginning(tmp_path):
     path.write_text(train_toy.END.join(tales * 2), encoding="utf-8")
     train, val, tokenizer = load(path, 8)
     assert train.shape == (57, 8) and val.shape == (3, 8), "one story in 20 validates, none twice"
-    for row, tale in zip([*val, *train], [*tales[::20], *(t for i, t in enumerate(tales) if i % 20)]):
+    rest = [tale for i, tale in enumerate(tales) if i % 20]
+    for row, tale in zip([*val, *train], [*tales[::20], *rest]):
         assert tale.startswith(tokenizer.decode(row.tolist())), "a canvas begins where a story does"
     long, _, tokenizer = load(path, 90)
     assert tokenizer.decode(long[0].tolist()) == tales[1] and long[0, -1] == 0, "filled up with end"
@@ -1941,7 +1951,8 @@ def trained(tmp_path_factory):
     runs = {name: [*fresh, "--model", name] for name in ("tadm", "mdlm", "uniform")}
     runs |= {name: post(out, base) for base, name in train_toy.POSTTRAINED.items()}
     for name, argv in runs.items():
-        with open(out / f"{name}.txt", "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        path = out / f"{name}.txt"
+        with open(path, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
             assert train_toy.main([*argv, "--out", str(out)]) == 0
     return out
 
@@ -1954,7 +1965,8 @@ def wrong(main, argv, capsys):
     """The one line on stderr of a run that must fail with exit code 2."""
     capsys.readouterr()
     assert main([str(a) for a in argv]) == 2, f"{argv} must end with exit code 2"
-    lines = [line for line in capsys.readouterr().err.splitlines() if "|" not in line and line.strip()]
+    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in lines if "|" not in line and line.strip()]
     assert len(lines) == 1 and "Traceback" not in lines[0], f"one clear line, got {lines}"
     return lines[0]
 
@@ -1973,9 +1985,9 @@ def test_script_trains_and_samples_from_end_to_end(trained, capsys):
     share = train_toy.fusion_share(untrained("TADM", seq_len=12, d_model=16))
     for K, nats, calls, with_fusion, _, _ in table:
         assert abs(float(calls) - (1 / 2 + 1 / int(K))) < 0.15, "layer calls per step, Eq. 11"
-        assert abs(float(with_fusion) - float(calls) - share / 2) < 0.1, "the fusion's work is added"
+        assert abs(float(with_fusion) - float(calls) - share / 2) < 0.1, "with the fusion"
         assert 0 < float(nats) < 100
-    bound = re.search(r"fresh anchors: ([\d.]+) \+- [\d.]+ nats/token, ([\d.]+) nats/character", printed)
+    bound = re.search(r"anchors: ([\d.]+) \+- [\d.]+ nats/token, ([\d.]+) nats/char", printed)
     x, tokenizer = load(trained / "tales.txt", 12)[1:]
     characters = sum(len(tokenizer.decode(row)) for row in x.tolist())
     close(float(bound[2]) * characters, float(bound[1]) * x.numel(), 0.2, "nats of all, either way")
@@ -1988,7 +2000,7 @@ def test_script_trains_and_samples_from_end_to_end(trained, capsys):
     assert re.search(calls, capsys.readouterr().out, re.MULTILINE)
     assert main([*argv, "--prompt", "The cat ___ 3 [MASK] and said"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^\[1\] The cat.* 3.* and said", printed, re.MULTILINE), "the prompt is held fixed"
+    assert re.search(r"^\[1\] The cat.* 3.* and said", printed, re.MULTILINE), "the prompt stays"
     assert "anchor age   0" in printed and "\x1b" not in printed, "plain text without a terminal"
     full = ["--prompt", "7" * 12, "--one-by-one", "--watch"]  # spelled: 12 tokens, nothing to write
     assert main([checkpoint, *full]) == 0 and "0 steps" in capsys.readouterr().out
@@ -2004,11 +2016,12 @@ def test_script_posttrain_from_end_to_end(trained, capsys, base_name, name):
     row = r"^(teacher|naive|fused) +(\d) +([\d.]+) +([\d.]+) +([\d.]+) +[\d.]+ +[\d,]+ +[\d.]+$"
     table = {(kind, int(K)): tuple(map(float, values))
              for kind, K, *values in re.findall(row, printed, re.MULTILINE)}
-    assert set(table) == {("teacher", 1)} | {(n, K) for n in ("naive", "fused") for K in (1, 2, 3, 4, 8)}
+    rows = set(itertools.product(("naive", "fused"), (1, 2, 3, 4, 8)))
+    assert set(table) == rows | {("teacher", 1)}
     assert table["naive", 1] == table["fused", 1] == table["teacher", 1], "K = 1 is the teacher"
     assert table["teacher", 1][1:] == (0, 1), "the teacher: KL 0, all layers at every step"
     assert table["naive", 8][2] < table["fused", 8][2] < 1, "layer calls"
-    base, post = (train_toy.load_checkpoint(trained / f"{which}.pt")["ema"] for which in (base_name, name))
+    base, post = (train_toy.load_checkpoint(trained / f"{n}.pt")["ema"] for n in (base_name, name))
     for weight, value in base.items():
         assert torch.equal(value, post[f"base.{weight}"]), f"{weight} of the base must stay frozen"
     share = re.search(r"fusion: ([\d,]+) weights to train, ([\d.]+)% of the frozen base", printed)
@@ -2025,7 +2038,8 @@ def test_script_falls_back_to_the_built_in_stories(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(train_toy, "N_STORIES", 200)
     monkeypatch.setitem(train_toy.TINYSTORIES, "url", "http://127.0.0.1:9/x")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert train_toy.main(["--out", str(tmp_path), *TINY, "--seq-len", "100", "--model", "mdlm"]) == 0
+    argv = [*TINY, "--seq-len", "100", "--model", "mdlm"]
+    assert train_toy.main([*argv, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     assert "could not be downloaded" in printed.err and "built-in stories" in printed.err
     assert f"{train_toy.story_entropy() / 100:.4f} nats/token" in printed.out
@@ -2053,7 +2067,8 @@ def test_script_resume_equals_an_uninterrupted_run(trained, tmp_path, monkeypatc
         assert train_toy.main([*argv, str(tmp_path / "the other's")]) == 130, "Ctrl-C"
     main, argv = pasted(capsys.readouterr().out.partition("stopped at step 3")[2], "to go on: ")
     assert main(argv) == 0
-    whole, parts = (train_toy.load_checkpoint(tmp_path / out / f"{model}.pt") for out in ("whole", "the other's"))
+    whole, parts = (train_toy.load_checkpoint(tmp_path / out / f"{model}.pt")
+                    for out in ("whole", "the other's"))
     assert parts["step"] == whole["step"] == 6
     for kind in ("weights", "ema"):
         for name, value in whole[kind].items():
@@ -2077,7 +2092,8 @@ def test_script_resume_keeps_its_base(trained, tmp_path, capsys):
 def test_script_training_learns(tmp_path):
     """Sixty steps on nine short tales: the bound falls far below ln V."""
     path = tmp_path / "nine.txt"
-    path.write_text(train_toy.END.join(f"{a} {b}" * 3 for a in "xyz" for b in "uvw"), encoding="utf-8")
+    text = train_toy.END.join(f"{a} {b}" * 3 for a in "xyz" for b in "uvw")
+    path.write_text(text, encoding="utf-8")
     argv = ["--data", str(path), "--out", str(tmp_path), *TINY, "--steps", "60", "--lr", "0.01"]
     assert train_toy.main(argv) == 0
     model, tokenizer = train_toy.build(train_toy.load_checkpoint(tmp_path / "tadm.pt"), "cpu")
@@ -2181,7 +2197,8 @@ def test_script_bad_input_to_sampling(trained, tmp_path, monkeypatch, capsys, ar
     torch.save(good | {"vocab": good["vocab"][:-1]}, "wordless.pt")
     torch.save({k: v for k, v in good.items() if k != "args"}, "partial.pt")
     whole = (trained / "tadm.pt").read_bytes()
-    for name, content in (("foreign.pt", b"not a checkpoint"), ("cut.pt", whole[: len(whole) // 2])):
+    half = whole[: len(whole) // 2]
+    for name, content in (("foreign.pt", b"not a checkpoint"), ("cut.pt", half)):
         Path(name).write_bytes(content)
     Path("folder.svg").mkdir()
     argv = [str(trained / "tadm.pt") if a == "@" else a for a in argv]
@@ -2228,11 +2245,13 @@ def test_script_compare_agrees_with_direct_calls(trained, capsys):
     added, _, error = row["K = 8"].split()
     close(float(added), float(cost.mean()), 1e-3, "paired: what K = 8 adds at T = L")
     close(float(error), float(cost.std()) / len(x) ** 0.5, 1e-3, "its standard error")
-    assert by_t[0][3:] == [f"T = {T}" for T in (1, 3, 12, 24, 48)] and len(samplers) == 1 + 3 * 6 + 2
+    assert by_t[0][3:] == [f"T = {T}" for T in (1, 3, 12, 24, 48)]
+    assert len(samplers) == 1 + 3 * 6 + 2
     assert "xychart-beta" in printed
     options = {"order": "entropy", "budget": 0.1, "generator": noise(2)}
     steps = reference.sample(model, 16, 12, 24, 8, **options)[1]["steps"]
-    assert [tadm, "8", "entropy, eta = 0.1", str(steps)] in [row[:4] for row in orders], "steps taken"
+    row = [tadm, "8", "entropy, eta = 0.1", str(steps)]
+    assert row in [row[:4] for row in orders], "steps taken"
 
 
 def test_script_ships_weights_as_good_as_the_readme_says(tmp_path, monkeypatch, capsys):
@@ -2245,7 +2264,7 @@ def test_script_ships_weights_as_good_as_the_readme_says(tmp_path, monkeypatch, 
     nats, error = re.search(r"bound on 512 .*?: ([\d.]+) \+- ([\d.]+) nats/token", readme).groups()
     x = train_toy.load_data(argparse.Namespace(**checkpoint["args"]), checkpoint)[1][:128]
     got = reference.bound(model, x, None, generator=rng(), draws=8).mean()
-    close(got, float(nats), 4 * float(error), "the bound that the README quotes, on a quarter of its canvases")
+    close(got, float(nats), 4 * float(error), "the README's bound, on a quarter of its canvases")
 
 
 def test_script_entropy_of_samples_and_work_of_a_correction():
@@ -2274,8 +2293,9 @@ def watched(model, steps=9, live=False, **options):
 
 
 def test_script_watch(capsys):
-    """Blocks for masks, green for words that the anchor has not seen, red for words masked again."""
-    watch = sample_script.Watch(untrained("TADM"), train_toy.Tokenizer(VOCAB[:3]), [3, 3, 2, 2], 9, True)
+    """Blocks for masks, green words that the anchor has not seen, red ones masked again."""
+    tokenizer = train_toy.Tokenizer(VOCAB[:3])
+    watch = sample_script.Watch(untrained("TADM"), tokenizer, [3, 3, 2, 2], 9, True)
     watch.terminal, watch.pause = True, 0
     for step, canvas, age, colors in ((0, [1, 3, 3, 2], 0, ["1;92", "2", "31", "0"]),
                                       (1, [1, 2, 3, 2], 1, ["1;92", "1;92", "31", "0"]),
@@ -2284,13 +2304,15 @@ def test_script_watch(capsys):
         head, body = capsys.readouterr().out.split("\n")[:2]
         assert f"step    {step + 1}/9  anchor age   {age}" in head
         text = {1: "One", 2: " day", 3: watch.block}
-        assert re.findall(r"\x1b\[0;([\d;]+)m([^\x1b]*)", body) == list(zip(colors, map(text.get, canvas)))
+        shown = re.findall(r"\x1b\[0;([\d;]+)m([^\x1b]*)", body)
+        assert shown == list(zip(colors, map(text.get, canvas)))
 
 
 def test_script_watch_without_masks(capsys):
-    """Words that a step has changed are dim, as they may be noise; the anchor is marked all the same."""
+    """Words that a step has changed are dim, as they may be noise; anchors are marked too."""
     base = random_model("UniformLM", vocab_size=7, n_anchor=3)
-    watch = sample_script.Watch(reference.PostTrained(base, 1, 1, 4), train_toy.Tokenizer(VOCAB), [7] * 4, 6, True)
+    model, tokenizer = reference.PostTrained(base, 1, 1, 4), train_toy.Tokenizer(VOCAB)
+    watch = sample_script.Watch(model, tokenizer, [7] * 4, 6, True)
     watch.terminal, watch.pause = True, 0
     before = [7] * 4
     for step, canvas in enumerate(([1, 2, 3, 4], [1, 2, 5, 4], [1, 3, 5, 4])):
@@ -2304,43 +2326,51 @@ def test_script_watch_without_masks(capsys):
 
 def test_script_samples_without_masks(trained, capsys):
     checkpoint = str(trained / "uniform.pt")
-    assert sample_script.main([checkpoint, "--prompt", "The cat ___ 3", "--eta", "2", "--num", "1"]) == 0
+    argv = [checkpoint, "--prompt", "The cat ___ 3", "--eta", "2", "--num", "1"]
+    assert sample_script.main(argv) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^\[1\] The cat.* 3", printed, re.MULTILINE) and "48 steps, 0 anchor calls" in printed
-    for option in (["--order", "entropy"], ["--top-p", "0.5"], ["--one-by-one"], ["--spacing", "log"]):
-        assert f"{option[0]} has no effect" in wrong(sample_script.main, [checkpoint, *option], capsys)
+    assert re.search(r"^\[1\] The cat.* 3", printed, re.MULTILINE)
+    assert "48 steps, 0 anchor calls" in printed
+    for line in ("--order entropy", "--top-p 0.5", "--one-by-one", "--spacing log"):
+        option = line.split()
+        message = wrong(sample_script.main, [checkpoint, *option], capsys)
+        assert f"{option[0]} has no effect" in message
     assert "no mask" in wrong(sample_script.main, ["--compare", checkpoint], capsys)
     masked = str(trained / "tadm.pt")
     assert sample_script.main([masked, "--order", "entropy", "--eta", "1e9", "--num", "1"]) == 0
-    assert "1 steps, 1 anchor calls" in capsys.readouterr().out, "--eta is the budget of --order entropy"
+    assert "1 steps, 1 anchor calls" in capsys.readouterr().out, "--eta is the budget"
 
 
 @pytest.mark.parametrize("kind", ["TADM", "ADLM", "MDLM"])
 @pytest.mark.parametrize("remask", ["none", "rescale"])
 def test_script_svg(kind, remask):
     """Well-formed, without markup from the text; what is shown at any time is that frame."""
-    watch, z, _ = watched(random_model(kind, vocab_size=7), 30, refresh_every=4, remask=remask, eta=0.9)
+    model = random_model(kind, vocab_size=7)
+    watch, z, _ = watched(model, 30, refresh_every=4, remask=remask, eta=0.9)
     picture = sample_script.svg(watch, 'K < 4 & "more"')
     root = xml.etree.ElementTree.fromstring(picture)
     name = "{http://www.w3.org/2000/svg}"
     assert {e.tag.removeprefix(name) for e in root.iter()} <= {
         "svg", "style", "rect", "text", "animate", "path", "circle"}, "no markup from the text"
-    assert not any(k.startswith("on") or "href" in k for e in root.iter() for k in e.attrib), "no script"
+    names = {name for e in root.iter() for name in e.attrib}
+    assert not any(k.startswith("on") or "href" in k for k in names), "no script"
     assert root.find(f"{name}text").text == 'K < 4 & "more"', "the caption is escaped"
     sizes = [int(px) for px in re.findall(r"(\d+)px", picture)]
     assert min(sizes) * 360 / float(root.get("viewBox").split()[2]) >= 9, "legible on a phone"
-    marks = [float(x) for x in re.findall(r"M([\d.]+)", root.find(f"{name}path[@class='due']").get("d"))]
+    path = root.find(f"{name}path[@class='due']").get("d")
+    marks = [float(x) for x in re.findall(r"M([\d.]+)", path)]
     due = [15 + 450 * j / 30 for j in range(0, 30, 4)] if kind != "MDLM" else []
     assert np.allclose(marks, due, atol=0.06), "anchors are due at steps 0, 4, ..; MDLM has none"
     word = {0: "·", 3: "<script>alert('1')</script>", 4: '&"]]>', 5: "··", 6: "·"}
     elements = [e for e in root if e.get("class") in ("mask", "again", "new", "seen")]
 
-    def shown(time):  # state and word of the elements that are visible then; None: without animation
+    def shown(time):  # state and word of what is visible then; None: without animation
         for e in elements:
             change, opacity = e.find(f"{name}animate"), e.get("opacity", "1")
             if change is not None and time is not None:
                 times = [float(t) for t in change.get("keyTimes").split(";")]
-                assert times[0] == 0 and times == sorted(times) and change.get("repeatCount") == "indefinite"
+                assert times[0] == 0 and times == sorted(times)
+                assert change.get("repeatCount") == "indefinite"
                 opacity = change.get("values").split(";")[sum(t <= time for t in times) - 1]
             if opacity == "1":
                 yield e.get("class"), e.text
@@ -2365,11 +2395,11 @@ def test_script_writes_a_picture(trained, tmp_path):
     root = xml.etree.ElementTree.fromstring(path.read_text(encoding="utf-8"))
     assert path.stat().st_size < 300_000 and "1000 reverse steps" in "".join(root.itertext())
     for still in (Path(__file__).parent / "assets").glob("*.svg"):
-        assert xml.etree.ElementTree.parse(still).getroot().tag.endswith("svg"), f"{still} of the README"
+        assert xml.etree.ElementTree.parse(still).getroot().tag.endswith("svg"), still
 
 
 def test_script_overwrites_no_other_run(tales, tmp_path, monkeypatch):
-    """An older file, and that of a run that begins and ends while another one is at its third step."""
+    """An older file, and that of a run that begins and ends within another one's third step."""
     monkeypatch.setattr(train_toy, "report", lambda *_: None)
     assert train_toy.main([*tales, "--seed", "7"]) == 0
     loss, calls = reference.t_anelbo, []
@@ -2411,11 +2441,12 @@ def test_script_data_may_move_but_not_change(trained, tmp_path, capsys, monkeypa
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full disk")
 @pytest.mark.parametrize("out,err", [(None, "/dev/full"), ("/dev/full", None)])
 def test_script_goes_on_without_outputs(tales, tmp_path, monkeypatch, out, err):
-    """Closed, as by >&-, or on a full disk: exit code 1 if output was lost, and all weights saved."""
+    """Closed, as by >&-, or a full disk: exit code 1 if output was lost, all weights saved."""
     path = str(tmp_path / "my '{out}" / "tadm.pt")
     monkeypatch.setattr(train_toy, "report", lambda *_: None)
     watch = [path, "--watch", "--steps", "3"]
-    for main, argv, lost in ((train_toy.main, tales, 1), (sample_script.main, watch, int(out is not None))):
+    runs = ((train_toy.main, tales, 1), (sample_script.main, watch, int(out is not None)))
+    for main, argv, lost in runs:
         for name, stream in (("stdout", out), ("stderr", err)):
             stream = stream and os.fdopen(os.open(stream, os.O_WRONLY), "w")
             monkeypatch.setattr(sys, name, stream)
