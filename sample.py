@@ -25,7 +25,7 @@ import tadm
 import train_toy as toy
 
 SHIPPED = Path(__file__).parent / "assets" / "tadm.pt"  # its weights are halves; see README
-WITH_COMPARE = ("data", "judge", "quick", "markdown")
+WITH_COMPARE = ("data", "judge", "quick")
 MASKED_ONLY = ("one_by_one", "spacing", "temperature", "top_p", "remask", "order")
 HOLE = re.compile(r"( ?(?:\[MASK\]|_{3,}))")  # one hidden token; a token brings its own space
 
@@ -61,7 +61,6 @@ def parse(argv):
     add("--data", metavar="FILE", help="with --compare: where their text file lies now")
     add("--judge", metavar="CKPT", help="with --compare: rate the samples by this model's bound")
     add("--quick", action="store_true", help="with --compare: a quarter of the canvases")
-    add("--markdown", action="store_true", help="with --compare: print Markdown")
     add("--device", default="auto", help="auto (default) or a name that torch knows")
     args, default = parser.parse_args(argv), vars(parser.parse_args([]))
     for name in (name for name, value in vars(args).items() if value != default[name]):
@@ -288,15 +287,13 @@ def compare(args, device):
         slow = slow or row["tokens/s"]  # the reference comes first
         row["speed-up"] = row["tokens/s"] / slow
         table.append([name, str(K), spacing, *(f"{row[c]:.{d}f}" for c, d in columns.items())])
-    toy.show(f"Quality and cost against the refresh interval K, T = {2 * L}", table, args.markdown)
+    toy.show(f"Quality and cost against the refresh interval K, T = {2 * L}", table)
 
     table = [["model", "spacing", "K = 1", *(f"K = {K}" for K in (2, 4, 8, 16))]]
     for name, spacing in progress([(n, s) for n in anchored for s in ("even", "log")]):
         cells = [change(name, L, K, spacing) for K in (2, 4, 8, 16)]
         table.append([name, spacing, f"{bounds(name, L, 1).mean():.4f}", *cells])
-    toy.show(f"What staleness adds to the bound, T = {L}", table, args.markdown)
-    if args.markdown:
-        chart(f"What staleness adds to the bound, T = {L}", table[1:])
+    toy.show(f"What staleness adds to the bound, T = {L}", table)
 
     times = [max(1, L // 8), L // 4, L, 2 * L, 4 * L]
     table = [["model", "K", "spacing", *(f"T = {T}" for T in times)]]
@@ -304,7 +301,7 @@ def compare(args, device):
         table.append([name, "1", "", *(f"{bounds(name, T, 1).mean():.4f}" for T in times)])
         for K, spacing in ((4, "even"), *policies[4:]) if name in anchored else ():
             table.append([name, str(K), spacing, *(change(name, T, K, spacing) for T in times)])
-    toy.show("The bound at K = 1, and what staleness adds to it, against T", table, args.markdown)
+    toy.show("The bound at K = 1, and what staleness adds to it, against T", table)
 
     columns = [c for c in columns if c in ("stories", "sentences", "perplexity", "entropy")]
     table = [["model", "K", "order", "predictions", *columns]]
@@ -318,7 +315,7 @@ def compare(args, device):
             what = f"{order}, eta = {eta}" if eta else order
             cells = (f"{row[c]:.2f}" for c in columns)
             table.append([name, str(K), what, str(stats["steps"]), *cells])
-    toy.show("The order of reveal", table, args.markdown)
+    toy.show("The order of reveal", table)
 
     table = [["model", "T", "remask", "K", "spacing", *columns]]
     for name in progress(models):
@@ -331,18 +328,9 @@ def compare(args, device):
                 cells = (f"{row[c]:.2f}" for c in columns)
                 table.append([name, str(T), remask, str(K), spacing, *cells])
     title = "The samplers of the paper: nucleus 0.9, cap for T < L, loop for T >= L"
-    toy.show(title, table, args.markdown)
+    toy.show(title, table)
     print(LEGEND.format(n=single, ref=reference, num=num, canvases=len(x)))
     return 0
-
-
-def chart(title, rows):
-    """Print a mermaid chart of the rows [model, spacing, K = 1, K = 2, 4, 8, 16]."""
-    print(f'\n```mermaid\nxychart-beta\n  title "{title}"\n  x-axis "K" [1, 2, 4, 8, 16]\n'
-          '  y-axis "nats/token"')
-    for row in rows:
-        print(f"  line [0, {', '.join(cell.split()[0].lstrip('+') for cell in row[3:])}]")
-    print("```\n\nLines, from the first: " + "; ".join(f"{row[0]}, {row[1]}" for row in rows))
 
 
 def run(argv):

@@ -337,10 +337,6 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
                 optimizer.load_state_dict(state)
         print(f"resuming {path} at step {start}"
               + ", which was its last: raise --steps to train on" * (start >= args.steps))
-    if args.compile:
-        for layer in model.modules():
-            if isinstance(layer, tadm.Block):
-                layer.compile()
     describe(model, args, f"{len(x_train):,} canvases to train on, {len(x_val):,} to validate")
     data_hash = fingerprint(x_train, x_val, tokenizer)
     every = max(1, args.steps // 10)  # evaluation and checkpoint
@@ -506,15 +502,14 @@ def measure(model, x, tokenizer, steps, refresh_every, num, single, teacher=None
     return row, z
 
 
-def show(title, table, markdown=False):
-    """Print rows of strings, the first one the head, as plain columns or as Markdown."""
+def show(title, table):
+    """Print rows of strings, the first one the head, as a Markdown table."""
     width = [max(map(len, column)) for column in zip(*table)]
-    print(f"\n{'### ' * markdown}{title}\n")
-    for i, row in enumerate(table):
-        row = [row[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(row[1:], width[1:]))]
-        print(f"| {' | '.join(row)} |" if markdown else "  ".join(row))
-        if markdown and i == 0:
-            print("|---" + "|--:" * (len(row) - 1) + "|")
+    line = ["-" * width[0], *("-" * (w - 1) + ":" for w in width[1:])]
+    print(f"\n{title}\n")
+    for row in (table[0], line, *table[1:]):
+        cells = [row[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(row[1:], width[1:]))]
+        print(f"| {' | '.join(cells)} |")
 
 
 def report(model, x_val, tokenizer, args):
@@ -576,8 +571,8 @@ PRESETS = {  # for a 2-core CPU, and for one consumer GPU with 8 GB
 STORIES = {"seq_len": 62, "steps": 2000}  # the longest story has 62 tokens
 POSTTRAIN = {"steps": 2000, "batch_size": 16, "lr": 5e-3}
 DEFAULTS = {"data": "tinystories", "preset": "cpu", "gamma": 0.0, "seed": 0, "device": "auto",
-            "compile": False, "out": "out", "resume": False, "elbo": False}
-FREE_TO_CHANGE = {"resume", "steps", "out", "device", "compile"}  # when a run is resumed
+            "out": "out", "resume": False, "elbo": False}
+FREE_TO_CHANGE = {"resume", "steps", "out", "device"}  # when a run is resumed
 FILES = {"data", "posttrain"}  # may have moved: what is in them decides
 STALE = {"anchors", "gamma"}  # options of models with an anchor
 SIZES = {"preset", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor", "n_denoiser"}
@@ -628,7 +623,6 @@ def parse(argv):
     add("--seed", type=number(int, 0, 2**63 - 1), help="default 0")
     add("--device", help="auto (default: cuda, else mps, else cpu) or a name that torch knows")
     add("--dtype", choices=("float32", "bfloat16"), help="of the matrix products")
-    add("--compile", action="store_true", help="torch.compile the layers: slow start, faster steps")
     add("--out", help="folder for the checkpoint, MODEL.pt (default out)")
     add("--resume", action="store_true", help="go on with OUT/MODEL.pt where it stopped")
     return vars(parser.parse_args(argv))
@@ -829,9 +823,7 @@ def run(argv):
         return run([*argv, "--data", "stories"])
     x_train, x_val, tokenizer = load_data(args, checkpoint or base)
     x_train, x_val = x_train.to(device), x_val.to(device)
-    failures = [torch._dynamo.exc.TorchDynamoException] if args.compile else []
-    with explained("--compile does not work here: leave it off", *failures):
-        model = train(args, checkpoint, base, x_train, x_val, tokenizer)
+    model = train(args, checkpoint, base, x_train, x_val, tokenizer)
     if model is None:
         return 130
     with autocast(args, device):
