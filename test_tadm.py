@@ -1786,17 +1786,17 @@ def test_script_muon_against_numpy(shape):
         assert off < 1e-3, "the update has the singular vectors of the gradient"
 
 
-def test_script_muon_momentum_and_decay_in_closed_form():
+def test_script_muon_momentum_in_closed_form():
     """One number is a 1 x 1 matrix: its update is its sign, and momentum decides which."""
     p = torch.full((1, 1), 2.0).requires_grad_()
-    optimizer = train_toy.Muon([p], lr=0.1, momentum=0.9, weight_decay=0.5, scale=1.0)
+    optimizer = train_toy.Muon([p], lr=0.1, momentum=0.9, scale=1.0)
     mean, truth = 0.0, 2.0
     for grad in (1.0, -0.05, -0.05, -3.0):
         p.grad = torch.full((1, 1), grad)
         optimizer.step()
         mean = 0.9 * mean + 0.1 * grad
         ahead = 0.1 * grad + 0.9 * mean  # Nesterov
-        step = (p.item() - truth * (1 - 0.1 * 0.5)) / -0.1
+        step = (p.item() - truth) / -0.1
         assert step * ahead > 0 and 0.65 < abs(step) < 1.25, "along the momentum, size near 1"
         truth = p.item()
     close(optimizer.state[p]["momentum"], mean, 1e-6, "momentum: 0.9 old, 0.1 gradient")
@@ -2030,11 +2030,10 @@ def test_script_posttrain_from_end_to_end(trained, capsys, base_name, name):
     base, post = (train_toy.load_checkpoint(trained / f"{n}.pt")["ema"] for n in (base_name, name))
     for weight, value in base.items():
         assert torch.equal(value, post[f"base.{weight}"]), f"{weight} of the base must stay frozen"
-    share = re.search(r"fusion: ([\d,]+) weights to train, ([\d.]+)% of the frozen base", printed)
+    sizes = re.search(rf"{name}: ([\d,]+) weights to train of ([\d,]+), ", printed)
     n_new = sum(v.numel() for k, v in post.items() if k.startswith("fusion."))
-    assert int(share[1].replace(",", "")) == n_new
-    percent = 100 * n_new / sum(v.numel() for v in base.values())
-    close(float(share[2]), percent, 0.051, "share of the trained weights in percent")
+    n_all = sum(v.numel() for v in post.values())
+    assert sizes.groups() == (f"{n_new:,}", f"{n_all:,}"), "only the fusion trains"
     for option in ([], ["--naive"]):
         assert sample_script.main([str(trained / f"{name}.pt"), "--steps", "9", *option]) == 0
         assert "9 steps" in capsys.readouterr().out

@@ -246,27 +246,24 @@ class Muon(torch.optim.Optimizer):
     torch.optim.Muon, matrix by matrix in bfloat16, made a step on a CPU 1.6 to 2.3 times as long.
     """
 
-    def __init__(self, params, lr=0.0, momentum=0.95, weight_decay=0.0, scale=7.0):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay,
-                                  "scale": scale})
+    def __init__(self, params, lr=0.0, momentum=0.95, scale=7.0):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "scale": scale})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            shapes = defaultdict(list)
+            same_shape = defaultdict(list)  # they are made orthogonal together
             for p in group["params"]:
                 if p.grad is not None:
-                    shapes[p.shape].append(p)
-            for (m, n), matrices in shapes.items():
-                for p in matrices:
-                    self.state[p].setdefault("momentum", torch.zeros_like(p))
-                grads = [p.grad for p in matrices]
-                mean = [self.state[p]["momentum"] for p in matrices]
-                torch._foreach_lerp_(mean, grads, 1 - group["momentum"])
-                ahead = torch._foreach_lerp(grads, mean, group["momentum"])  # Nesterov
+                    mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 1 - group["momentum"])
+                    ahead = p.grad.lerp(mean, group["momentum"])  # Nesterov
+                    same_shape[p.shape].append((p, ahead))
+            for (m, n), pairs in same_shape.items():
                 size = group["lr"] * group["scale"] * max(1, m / n) ** 0.5
-                torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_sub_(matrices, (size * orthogonal(torch.stack(ahead))).unbind())
+                updates = orthogonal(torch.stack([ahead for _, ahead in pairs]))
+                for (p, _), update in zip(pairs, updates):
+                    p.sub_(size * update)
 
 
 def orthogonal(x, steps=5):
@@ -337,12 +334,19 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
                 optimizer.load_state_dict(state)
         print(f"resuming {path} at step {start}"
               + ", which was its last: raise --steps to train on" * (start >= args.steps))
-    describe(model, args, f"{len(x_train):,} canvases to train on, {len(x_val):,} to validate")
+    n_all = sum(p.numel() for p in model.parameters())
+    n_new = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    print(f"{args.model}: {n_new:,} weights to train of {n_all:,}, {config}; "
+          f"{len(x_train):,} canvases to train on, {len(x_val):,} to validate")
     data_hash = fingerprint(x_train, x_val, tokenizer)
     every = max(1, args.steps // 10)  # evaluation and checkpoint
-    smooth, begin, good = None, time.perf_counter(), f"{path} (step {start})" if start else "none"
+    good = f"{path} (step {start})" if start else "none"
+    stops, smooth, begin = [], None, time.perf_counter()
 
-    with caught_signals() as stops, tqdm(total=args.steps, initial=start, unit="step") as bar:
+    with contextlib.ExitStack() as undo, tqdm(total=args.steps, initial=start, unit="step") as bar:
+        for number in (signal.SIGINT, signal.SIGTERM):  # the loop ends where it can save
+            before = signal.signal(number, lambda *_: stops.append(1))
+            undo.callback(signal.signal, number, before)
         for step in range(start + 1, args.steps + 1):
             # The randomness of a step is a function of (seed, step) alone: a resumed run sees the
             # same noise, and an evaluation in between cannot disturb it.
@@ -405,19 +409,6 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
                 text = tokenizer.decode(z[0].tolist()).replace("\n", " ")
                 tqdm.write(f"step {step}: bound {nats:.3f} nats/token | {text[:100]}")
     return ema
-
-
-def describe(model, args, data):
-    """Print what is going to be trained, on what."""
-    spare = "anchor_head" if args.model == "tadm" and args.gamma == 0 else "-"  # never used then
-    n_weights = sum(p.numel() for name, p in model.named_parameters() if spare not in name)
-    if hasattr(model, "base"):
-        n_new = sum(p.numel() for p in model.fusion.parameters())
-        share = n_new / (n_weights - n_new)
-        print(f"fusion: {n_new:,} weights to train, {share:.1%} of the frozen base")
-    print(f"preset {args.preset}, {args.model}: {args.n_anchor} + {args.n_denoiser} layers, "
-          f"d = {args.d_model}, L = {args.seq_len}, V = {model.config.vocab_size}, "
-          f"{n_weights:,} weights; {data}")
 
 
 def per_second(n, begin):
@@ -574,10 +565,9 @@ DEFAULTS = {"data": "tinystories", "preset": "cpu", "gamma": 0.0, "seed": 0, "de
             "out": "out", "resume": False, "elbo": False}
 FREE_TO_CHANGE = {"resume", "steps", "out", "device"}  # when a run is resumed
 FILES = {"data", "posttrain"}  # may have moved: what is in them decides
-STALE = {"anchors", "gamma"}  # options of models with an anchor
-SIZES = {"preset", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor", "n_denoiser"}
-NO_EFFECT = {"tadm": {"elbo"}, "adlm": {"elbo"}, "mdlm": {"elbo"} | STALE, "uniform": STALE}
-NO_EFFECT |= dict.fromkeys(POSTTRAINED.values(), {"elbo", "model"} | STALE | SIZES)
+ONLY_FOR = {"anchors": ("tadm", "adlm"), "gamma": ("tadm", "adlm"), "elbo": ("uniform",)}
+SIZES = ("preset", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor", "n_denoiser")
+ONLY_FOR |= dict.fromkeys(("model", *SIZES), ("tadm", "adlm", "mdlm", "uniform"))
 
 
 def number(kind, low, high=10**9):
@@ -642,8 +632,9 @@ def settings(given):
             fail(f"--posttrain needs a --model mdlm or uniform of --n-anchor 2 or more, this is a "
                  f"{base['model']} of --n-anchor {n_anchor}")
         model = POSTTRAINED[base["model"]]
-    for name in NO_EFFECT[model] & given.keys():
-        fail(f"{flag(name)} has no effect on a {model} model: leave it out")
+    for name in ONLY_FOR.keys() & given.keys():
+        if model not in ONLY_FOR[name]:
+            fail(f"{flag(name)} has no effect on a {model} model: leave it out")
     if base:
         args |= {k: v for k, v in base["args"].items() if k not in FREE_TO_CHANGE} | POSTTRAIN
     elif given.get("data") == "stories":
@@ -792,18 +783,6 @@ def explained(message, *kinds):
     except kinds as e:
         reason = getattr(e, "strerror", None) or f"{e}" or type(e).__name__
         raise UserError(f"{message} ({' '.join(reason.split())[:200]})") from None
-
-
-@contextlib.contextmanager
-def caught_signals():
-    """A list that Ctrl-C or a kill adds to, so that the loop ends where it can save."""
-    stops, numbers = [], (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.signal(number, lambda *_: stops.append(1)) for number in numbers]
-    try:
-        yield stops
-    finally:
-        for number, handler in zip(numbers, handlers):
-            signal.signal(number, handler)
 
 
 def run(argv):
