@@ -728,11 +728,15 @@ def write_file(path, option, write):
 def save(checkpoint, path, mine):
     """Write a checkpoint, and return the time of the file. One that has not the time `mine` was
     written by another run: it is kept beside this one."""
-    if path.exists() and path.stat().st_mtime_ns != mine:
-        names = (path.with_suffix(f".{i}.pt") for i in itertools.count(1))
-        old = path.replace(next(name for name in names if not name.exists()))
-        tqdm.write(f"{path} exists: kept as {old}")
-    write_file(path, "--out", lambda part: torch.save(checkpoint, part))
+
+    def write(part):
+        torch.save(checkpoint, part)
+        if path.exists() and path.stat().st_mtime_ns != mine:
+            names = (path.with_suffix(f".{i}.pt") for i in itertools.count(1))
+            old = path.replace(next(name for name in names if not name.exists()))
+            tqdm.write(f"{path} exists: kept as {old}")
+
+    write_file(path, "--out", write)
     return path.stat().st_mtime_ns
 
 
