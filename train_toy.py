@@ -495,7 +495,7 @@ def measure(model, x, tokenizer, steps, refresh_every, num, single, teacher=None
 
 def show(title, table):
     """Print rows of strings, the first one the head, as a Markdown table."""
-    width = [max(map(len, column)) for column in zip(*table)]
+    width = [max(2, *map(len, column)) for column in zip(*table)]
     line = ["-" * width[0], *("-" * (w - 1) + ":" for w in width[1:])]
     print(f"\n{title}\n")
     for row in (table[0], line, *table[1:]):
