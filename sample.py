@@ -1,6 +1,5 @@
 """Write text with a checkpoint of train_toy.py.
 
-    python sample.py                   # three texts, of out/tadm.pt if it exists
     python sample.py --prompt "One day, ___ and Mia went to the [MASK]." --watch
     python sample.py --compare out/tadm.pt out/mdlm.pt
 """
@@ -27,7 +26,7 @@ MASKED_ONLY = ("temperature", "top_p", "remask", "spacing", "order")
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description="Write text.")
+    parser = argparse.ArgumentParser(description="Write text with a checkpoint. (4): the default.")
     parser.error = toy.fail
     add, count = parser.add_argument, toy.number(int, 1)
     trained = Path("out/tadm.pt")
@@ -35,13 +34,13 @@ def parse(argv):
         help=f"default: {trained}, or a small model in assets/")
     add("--num", type=count, default=3, help="texts to write (default 3)")
     steps = parser.add_mutually_exclusive_group().add_argument
-    steps("--steps", type=count, help="T (default: twice the canvas; without masks 48)")
+    steps("--steps", type=count, help="default: twice the canvas; without masks 48")
     steps("--one-by-one", action="store_true", help="one token per step")
-    add("--refresh-every", type=count, default=4, metavar="K", help="steps per anchor (4)")
-    add("--spacing", choices=("even", "log"), help="of the refreshes (log: more at first)")
+    add("--refresh-every", type=count, default=4, metavar="K", help="anchor once in K steps (4)")
+    add("--spacing", choices=("even", "log"), help="of these (log: closer together at first)")
     add("--order", choices=("random", "confidence", "entropy"), default="random",
         help="which words come first: any, or the surest")
-    add("--eta", type=toy.number(float, 0), default=0.1, help="nats accepted per step (0.1)")
+    add("--eta", type=toy.number(float, 0), default=0.1, help="nats that a step may accept (0.1)")
     add("--temperature", type=toy.number(float, 0), default=1.0, help="0: the likeliest token")
     add("--top-p", type=toy.number(float, 0, 1), default=1.0, help="nucleus (default 1: off)")
     add("--remask", choices=tadm.REMASK, default="none", help="ReMDM schedule (none)")
