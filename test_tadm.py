@@ -1719,7 +1719,8 @@ def test_script_muon_against_numpy(shape):
     """Gradients are multiples of two matrices U S V^T: the steps are near U V^T, along momentum."""
     draw = np.random.default_rng(0)
     parts = [np.linalg.svd(draw.normal(size=shape), full_matrices=False) for _ in range(2)]
-    parts = [(u, np.linspace(1, 0.2, len(s)), v) for u, s, v in parts]
+    parts = [(u, np.linspace(c, c / 5, len(s)), v)
+             for (u, s, v), c in zip(parts, (9, 0.01))]
     matrices = [torch.zeros(shape).requires_grad_() for _ in parts]
     optimizer = train_toy.Muon(matrices, lr=0.01, momentum=0.9)
     size, mean = 0.01 * 7 * max(1, shape[0] / shape[1]) ** 0.5, 0.0
@@ -1797,8 +1798,8 @@ def test_text_is_divided_by_story_and_cut_from_the_beginning(tmp_path):
 
 
 @pytest.mark.parametrize("text,n_windows", [
-    ("\n".join(f"w{i % 50}" for i in range(200)), 50),  # 399 tokens
-    ("".join(chr(0x4E00 + i * i % 97) for i in range(904)), 113)], ids=["words", "Chinese"])
+    ("\n".join(f"w{10 + i % 50}" for i in range(200)) + "!", 50),  # 400 tokens
+    ("".join(chr(0x4E00 + i * i % 97) for i in range(905)), 114)], ids=["words", "Chinese"])
 def test_text_without_separators_is_cut_into_windows(tmp_path, text, n_windows):
     (tmp_path / "plain.txt").write_text(text, encoding="utf-8")
     train, val, tokenizer = load(tmp_path / "plain.txt", 8)
