@@ -13,11 +13,11 @@ several standard errors.
 
 import argparse
 import ast
+import collections
 import contextlib
 import difflib
 import functools
 import hashlib
-import http.server
 import importlib.util
 import inspect
 import itertools
@@ -27,9 +27,9 @@ import random
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
 import xml.etree.ElementTree
 from pathlib import Path
@@ -1643,92 +1643,40 @@ def test_distill_without_masks():
 # --------------------------------------------------------------------- the built-in stories
 
 
-def ways(template, slots):
-    """[(text, probability)]: all ways of drawing a template, by a plain reading from the left."""
-    if not template:
-        return [("", 1.0)]
-    if template[0] == "[":
-        depths = itertools.accumulate((c == "[") - (c == "]") for c in template)
-        end = next(i for i, depth in enumerate(depths) if depth == 0)
-        head = [("", 0.5)] + [(t, p / 2) for t, p in ways(template[1:end], slots)]
-        rest = template[end + 1 :]
-    elif template[0] == "{":
-        name, rest = template[1:].split("}", 1)
-        head = [(word, 1 / len(slots[name])) for word in slots[name]]
-    else:
-        text = re.match(r"[^[{]+", template)[0]
-        head, rest = [(text, 1.0)], template[len(text) :]
-    tail = ways(rest, slots)
-    return [(a + b, p * q) for a, p in head for b, q in tail]
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Cut-down tables, and all stories that they can write."""
-    slots = {name: words[: 1 + (name in ("who", "they"))]
-             for name, words in train_toy.SLOTS.items()}
-    facts = {kinds: words[: 2 if kinds in ("CHILD FRIEND", "ANIMAL") else 1]
-             for kinds, words in train_toy.FACTS.items()}
-    monkeypatch.setattr(train_toy, "SLOTS", slots)
-    monkeypatch.setattr(train_toy, "FACTS", facts)
-    texts, outlines = [], [text for text, _ in ways("".join(train_toy.STORY), slots)]
-    for names in itertools.permutations(facts["CHILD FRIEND"]):
-        for animal in facts["ANIMAL"]:
-            told = dict(zip(("CHILD", "FRIEND"), names), ANIMAL=animal)
-            told |= {kind: facts[kind][0] for kind in ("PLACE", "COLOUR", "THING")}
-            texts += [re.sub("[A-Z]{2,}", lambda m, t=told: t[m[0]], text) for text in outlines]
-    assert len(set(texts)) == len(texts) > 10_000, "two ways of drawing must not give the same text"
-    return dict.fromkeys(texts)
-
-
-def test_stories_entropy_of_the_full_tables():
-    """Sum over sentences, each enumerated; all their texts differ, and end with their only
-    full stop, so that a text falls into its draws in one way."""
-    draws = (math.perm(len(words), len(kinds.split())) for kinds, words in train_toy.FACTS.items())
-    truth, seen = sum(map(math.log, draws)), []
-    for sentence in train_toy.STORY:
-        texts = ways(sentence, train_toy.SLOTS)
-        truth -= sum(p * math.log(p) for _, p in texts)
-        seen += [text for text, _ in texts if text]
-    close(train_toy.story_entropy(), truth, 1e-9, "entropy in nats per story")
-    assert len(set(seen)) == len(seen) and all(t.index(".") == len(t) - 1 for t in seen)
-    facts = [word for words in train_toy.FACTS.values() for word in words]
-    assert len(set(facts)) == len(facts)
-    assert not set(facts) & set(re.findall(r"\w+", " ".join(seen)))
+def ways(template):
+    """[(text, probability)]: all ways of drawing a template, the outermost brackets first."""
+    draw = re.search(r"\[((?:[^][]|\[[^][]*\])*)\]|\{(\w+)\}", template)
+    if not draw:
+        return [(template, 1.0)]
+    choices = train_toy.SLOTS[draw[2]] if draw[2] else ["", draw[1]]
+    before, after = template[: draw.start()], template[draw.end() :]
+    return [(text, p / len(choices)) for choice in choices
+            for text, p in ways(before + choice + after)]
 
 
 def test_stories_come_as_often_as_the_tables_say():
-    g, n = random.Random(1), 10_000
+    """All texts of the sentences differ, and end with their only full stop, so that a story falls
+    into its draws in one way: their entropies add up."""
+    g, n = random.Random(1), 5000
     texts = [train_toy.write_story(g) for _ in range(n)]
-    outlines = [train_toy.in_capitals(text) for text in texts]
-    for sentence in train_toy.STORY:
-        shares = dict(ways(sentence, train_toy.SLOTS))
-        for text, p in shares.items() if shares.pop("", 0) else ():  # an optional sentence
-            share = sum(text in outline for outline in outlines) / n
-            close(share, p, 5 * math.sqrt(p / n), f"share of stories with {text!r}")
-    for words in train_toy.FACTS.values():
-        first = [next(w for w in re.findall(r"\w+", text) if w in words) for text in texts]
-        for word in words:
-            close(first.count(word) / n, 1 / len(words), 0.02, f"share of stories about {word}")
-
-
-def test_stories_are_recognised_and_nothing_else(small):
-    """Each word dropped, doubled or replaced by any other: is_story says what the list says."""
-    words = sorted({w for text in list(small)[:3000] for w in re.findall(r" ?\w+|[^\w\s]", text)})
-    for text in random.Random(0).sample(list(small), 8):
-        pieces = re.findall(r" ?\w+|[^\w\s]", text)
-        for i, piece in enumerate(pieces):
-            for new in ("", piece + piece, *words):
-                changed = "".join([*pieces[:i], new, *pieces[i + 1 :]])
-                assert train_toy.is_story(changed) == (changed in small), changed
-
-
-def test_stories_that_are_drawn_are_valid():
-    for seed in range(300):
-        text = train_toy.write_story(random.Random(seed))
-        assert text == train_toy.write_story(random.Random(seed)), "the same seed, the same story"
-        n = text.count(".")
-        assert train_toy.is_story(text) and train_toy.valid_sentences(text) == (n, n), text
+    told, nats, words = collections.Counter(), 0.0, []
+    for text in texts:
+        told.update(re.findall(r"[^.]+\.", train_toy.in_capitals(text)))
+    for text, p in itertools.chain(*map(ways, train_toy.STORY)):
+        nats -= p * math.log(p)
+        if text:
+            share = told.pop(text) / n
+            close(share, p, 5 * math.sqrt(p / n), f"share of stories with {text!r}, once")
+    assert not told, "nothing but these sentences"
+    for kinds, facts in train_toy.FACTS.items():
+        nats += math.log(math.perm(len(facts), len(kinds.split())))
+        words += facts
+        first = [re.search(rf"\b({'|'.join(facts)})\b", text)[0] for text in texts]
+        for word in facts:
+            close(first.count(word) / n, 1 / len(facts), 0.025, f"share of stories about {word}")
+    close(train_toy.story_entropy(), nats, 1e-9, "entropy in nats per story")
+    assert len(set(words)) == len(words), "a fact stands in one list"
+    assert texts[0] == train_toy.write_story(random.Random(1)), "the same seed, the same story"
 
 
 TALE = ("One day, Tom and Mia went to the park. Mia had a big red ball. The ball was nice. At the "
@@ -1742,14 +1690,16 @@ TALE = ("One day, Tom and Mia went to the park. Mia had a big red ball. The ball
     ("The dog", "The cat", 1), ("found the ball", "found the kite", 1),
     ("played at the park", "played at the zoo", 1), ("Mia had", "Anna had", 1),
     ("They played", "Mia and Tom played", 0), ("Tom and Mia", "Tom and Tom", 1),
-    ("dog took", "dog dog took", 1), (" took", "", 1), ("tree.", "tree", 1),
+    ("Tom and Mia", "Tom and FRIEND", 1), ("One day", "Once", 0), (" big", " big big", 1),
+    ("dog took", "dog dog took", 1), (" took", "", 1), ("tree.", "tree", 1), ("tree.", "tree!", 1),
+    (" Tom found the ball under a tree.", "", None), ("the park.", "the park..", 1),
     ("park. Mia had", "park. The ball was nice. Mia had", None),
 ])
 def test_stories_each_fault_costs_its_sentence(old, new, bad):
-    text = TALE.replace(old, new)
+    text = TALE.replace(old, new, 1)
     valid, n = train_toy.valid_sentences(text)
     assert n - valid == (bad or 0), "a valid sentence agrees with the facts first told"
-    assert train_toy.is_story(text) == (bad == 0), "None: all sentences valid, but in another order"
+    assert train_toy.is_story(text) == (bad == 0), "None: all sentences valid, but no story"
 
 
 def test_stories_shares_in_canvases():
@@ -1764,70 +1714,49 @@ def test_stories_shares_in_canvases():
 # -------------------------------------------------------------------------------- the optimizer
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (12, 4), (4, 12), (1, 5)])
+@pytest.mark.parametrize("shape", [(8, 8), (12, 4), (4, 12), (1, 1)])
 def test_script_muon_against_numpy(shape):
-    """U V^T with singular values near 1, scaled by the shape; equal shapes in one batch."""
+    """Gradients are multiples of two matrices U S V^T: the steps are near U V^T, along momentum."""
     draw = np.random.default_rng(0)
-    parts = [np.linalg.svd(draw.normal(size=shape), full_matrices=False) for _ in range(3)]
-    grads = [(u * np.linspace(0.2, 1, len(s))) @ v for u, s, v in parts]
-    together = [torch.zeros(shape).requires_grad_() for _ in grads]
-    alone = [torch.zeros(shape).requires_grad_() for _ in grads]
-    for p, q, grad in zip(together, alone, grads):
-        p.grad = q.grad = torch.tensor(grad).float()
-        train_toy.Muon([q], lr=0.01).step()
-    train_toy.Muon(together, lr=0.01).step()
-    for p, q, grad in zip(together, alone, grads):
-        assert torch.allclose(p, q, atol=1e-6), "a batch of equal shapes is the same as one by one"
-        u, _, v = np.linalg.svd(grad, full_matrices=False)
-        size = 0.01 * 7 * max(1, shape[0] / shape[1]) ** 0.5
-        s = np.diag(u.T @ -p.detach().numpy() @ v.T) / size  # in the gradient's singular vectors
-        assert ((0.65 < s) & (s < 1.25)).all(), f"singular values near 1, got {s}"
-        off = np.abs(-p.detach().numpy() / size - (u * s) @ v).max()
-        assert off < 1e-3, "the update has the singular vectors of the gradient"
-
-
-def test_script_muon_momentum_in_closed_form():
-    """One number is a 1 x 1 matrix: its update is its sign, and momentum decides which."""
-    p = torch.full((1, 1), 2.0).requires_grad_()
-    optimizer = train_toy.Muon([p], lr=0.1, momentum=0.9, scale=1.0)
-    mean, truth = 0.0, 2.0
-    for grad in (1.0, -0.05, -0.05, -3.0):
-        p.grad = torch.full((1, 1), grad)
+    parts = [np.linalg.svd(draw.normal(size=shape), full_matrices=False) for _ in range(2)]
+    parts = [(u, np.linspace(c, c / 5, len(s)), v)
+             for (u, s, v), c in zip(parts, (9, 0.01))]
+    matrices = [torch.zeros(shape).requires_grad_() for _ in parts]
+    optimizer = train_toy.Muon(matrices, lr=0.01, momentum=0.9)
+    size, mean = 0.01 * 7 * max(1, shape[0] / shape[1]) ** 0.5, 0.0
+    for factor in (1.0, -0.05, -0.6):
+        mean = 0.9 * mean + 0.1 * factor
+        ahead = 0.1 * factor + 0.9 * mean  # Nesterov; its sign: +, +, -
+        before = [p.detach().clone() for p in matrices]
+        for p, (u, s, v) in zip(matrices, parts):
+            p.grad = torch.tensor(factor * (u * s) @ v).float()
         optimizer.step()
-        mean = 0.9 * mean + 0.1 * grad
-        ahead = 0.1 * grad + 0.9 * mean  # Nesterov
-        step = (p.item() - truth) / -0.1
-        assert step * ahead > 0 and 0.65 < abs(step) < 1.25, "along the momentum, size near 1"
-        truth = p.item()
-    close(optimizer.state[p]["momentum"], mean, 1e-6, "momentum: 0.9 old, 0.1 gradient")
+        for p, old, (u, _, v) in zip(matrices, before, parts):
+            update = (old - p.detach()).numpy() / size * np.sign(ahead)
+            s = np.diag(u.T @ update @ v.T)
+            assert ((0.65 < s) & (s < 1.25)).all(), f"singular values near 1, got {s}"
+            assert np.allclose(update, (u * s) @ v, atol=1e-3), "the gradient's singular vectors"
 
 
 def test_script_muon_trains_matrices_of_layers_and_fusion_only():
     model = untrained("TADM")
     muon, adamw = train_toy.make_optimizers(model)
     names = {id(p): name for name, p in model.named_parameters()}
-    ours, others = ({names[id(p)] for p in o.param_groups[0]["params"]} for o in (muon, adamw))
-    assert ours | others == set(names.values()) and not ours & others, "each weight once"
-    assert {n for n in ours if "denoiser" in n} == {
-        f"denoiser.0.{part}.weight" for part in ("qkv", "out", "up", "down")}
-    assert {"fusion.gate.weight", "anchor.1.up.weight"} <= ours
-    heads = {"head.weight", "anchor_head.weight"}
-    assert heads | {"token.weight", "position", "norm.weight"} <= others
-    base = untrained("MDLM", n_anchor=3)
-    new = [p for o in train_toy.make_optimizers(reference.PostTrained(base, 1, 1, 4))
-           for p in o.param_groups[0]["params"]]
-    assert all(p.requires_grad for p in new), "the frozen base is left alone"
+    ours, others = ([names[id(p)] for p in o.param_groups[0]["params"]] for o in (muon, adamw))
+    assert sorted(ours + others) == sorted(names.values()), "each weight once"
+    layers = itertools.product(("anchor.0", "anchor.1", "denoiser.0"), ("qkv", "out", "up", "down"))
+    layers = {*layers, *itertools.product(["fusion"], ("gate", "up", "down"))}
+    assert set(ours) == {f"{at}.{part}.weight" for at, part in layers}
+    post = reference.PostTrained(untrained("MDLM", n_anchor=3), 1, 1, 4)
+    new = [p for o in train_toy.make_optimizers(post) for p in o.param_groups[0]["params"]]
+    assert new and all(p.requires_grad for p in new), "the frozen base is left alone"
 
 
 # ---------------------------------------------------------------------------- text and data
 
-TALES = """Once upon a time, there was a girl named Lily. She didn't like her coat; it's "too big!"
-<|endoftext|>
-“Well,” said Tom’s dog — woof!  The café cost 25 cents…
+ODD = """“Well,” said Tom’s dog — woof!  It didn't; the café cost 25 cents…
 
-They went home, and  slept.
-<|endoftext|>
-"""
+They went home, and  slept."""
 
 
 def write_tales(folder, n=60):
@@ -1845,20 +1774,14 @@ def load(path, seq_len):
 
 @pytest.mark.parametrize("vocab_size", [60, 500])
 def test_text_tokenizer_gives_back_the_text(vocab_size):
-    tokenizer = train_toy.Tokenizer.train(TALES.split(train_toy.END), vocab_size, 1000)
-    for tale in TALES.split(train_toy.END):
+    tokenizer = train_toy.Tokenizer.train([TALE, ODD], vocab_size, 1000)
+    for tale in (TALE, ODD):
         ids = tokenizer.encode(tale)
-        assert tokenizer.decode(ids) == tale, "joining the tokens must give back the text"
-        assert 0 not in ids and max(ids) < len(tokenizer.vocab) <= vocab_size
-    assert len(set(tokenizer.vocab)) == len(tokenizer.vocab), "a token must have one id"
-    assert tokenizer.decode([*tokenizer.encode("the coat"), 0, 5, 0]) == "the coat", "end token"
-
-
-def test_text_frequent_words_are_one_token():
-    tokenizer = train_toy.Tokenizer.train(["a cat and a cat", "the cat xyz"], 20, 100)
-    assert tokenizer.encode(" cat") == [tokenizer.ids[" cat"]], "a word brings its own space"
+        assert tokenizer.decode([*ids, 0, 5, 0]) == tale, "the text, up to the end token"
+    assert len(set(tokenizer.vocab)) == len(tokenizer.vocab) <= vocab_size
     small = train_toy.Tokenizer.train(["aa bb aa cc aa"], 6, 100)
-    assert small.vocab == [train_toy.END, " ", "a", "b", "c", " aa"], "end, characters, then words"
+    assert small.vocab == [train_toy.END, " ", "a", "b", "c", " aa"], "end, characters, words"
+    assert small.encode("aa aa bb") == [2, 2, 5, 1, 3, 3], "a word brings its own space"
 
 
 def test_text_is_divided_by_story_and_cut_from_the_beginning(tmp_path):
@@ -1874,62 +1797,40 @@ def test_text_is_divided_by_story_and_cut_from_the_beginning(tmp_path):
     assert tokenizer.decode(long[0].tolist()) == tales[1] and long[0, -1] == 0, "filled up with end"
 
 
-@pytest.mark.parametrize("text", [
-    "\n".join(f"w{i % 50}" for i in range(200)),
-    "".join(random.Random(0).choices("abcdefghij", k=2003)),
-    "".join(chr(0x4E00 + i * i % 97) for i in range(900))], ids=["words", "letters", "Chinese"])
-def test_text_without_separators_is_cut_into_windows(tmp_path, text):
+@pytest.mark.parametrize("text,n_windows", [
+    ("\n".join(f"w{10 + i % 50}" for i in range(200)) + "!", 50),  # 400 tokens
+    ("".join(chr(0x4E00 + i * i % 97) for i in range(905)), 114)], ids=["words", "Chinese"])
+def test_text_without_separators_is_cut_into_windows(tmp_path, text, n_windows):
     (tmp_path / "plain.txt").write_text(text, encoding="utf-8")
     train, val, tokenizer = load(tmp_path / "plain.txt", 8)
-    windows = torch.cat([val, train])
-    n_tokens = len(tokenizer.encode(text))
-    assert len(windows) == -(-n_tokens // 8), "n L tokens give n windows, one less too"
-    assert len(val) == max(1, round(len(windows) / 20 - 0.5)), "the first twentieth validates"
-    pieces = [tokenizer.decode(row.tolist()) for row in windows]
+    assert len(val) == n_windows // 20 and len(train) == n_windows - len(val)
+    pieces = [tokenizer.decode(row.tolist()) for row in torch.cat([val, train])]
     assert "".join(pieces) == text, "every token is reached once, the last one too"
 
 
-@pytest.fixture
-def server():
-    """A web server on this machine: /good, /wrong, /slow; anything else is missing."""
-    body = b"once upon a time " * 5000
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            if self.path not in ("/good", "/wrong", "/slow"):
-                return self.send_error(404)
-            if self.path == "/slow":
-                time.sleep(1.5)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body[:1000] if self.path == "/wrong" else body)
-
-        def log_message(self, *_):
-            pass
-
-    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{httpd.server_port}", body
-    httpd.shutdown()
-    httpd.server_close()
-
-
-def test_text_download(server, tmp_path, monkeypatch):
-    url, body = server
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_text_download(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    good, body = tmp_path / "good.txt", b"once upon a time " * 5000
+    good.write_bytes(body)
+    (tmp_path / "short").write_bytes(body[:1000])
     fetch = functools.partial(train_toy.download, size=len(body), timeout=0.5,
                               sha256=hashlib.sha256(body).hexdigest())
-    nobody = "http://127.0.0.1:9"
-    for bad in (f"{url}/wrong", f"{url}/slow", f"{url}/missing", f"{nobody}/good", "http://a:b/c"):
+    silent = socket.create_server(("127.0.0.1", 0))
+    slow = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+    for bad in ((tmp_path / "short").as_uri(), slow, "http://127.0.0.1:9/", "http://a:b/"):
         with pytest.raises(train_toy.UserError, match="could not be downloaded"):
             fetch(bad)
-        assert not list(tmp_path.rglob("*.*")), "nothing half-done may stay behind"
-    path = fetch(f"{url}/good")
-    assert path.read_bytes() == body and path.parent == tmp_path / "tadm-toy"
-    assert fetch(f"{nobody}/good") == path, "downloaded once, no network afterwards"
-    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+        assert not (tmp_path / "cache").exists(), "nothing half-done may stay behind"
+    silent.close()
+    path = fetch(good.as_uri())
+    assert path.read_bytes() == body and path.parent == tmp_path / "cache" / "tadm-toy"
+    assert fetch("http://127.0.0.1:9/good.txt") == path, "downloaded once, no network afterwards"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert fetch(good.as_uri()).parent == tmp_path / ".cache" / "tadm-toy"
+    monkeypatch.setenv("HOME", os.devnull)
     with pytest.raises(train_toy.UserError):
-        fetch(f"{url}/good")
+        fetch(good.as_uri())
 
 
 # ---------------------------------------------------------------------------------- scripts
@@ -1961,6 +1862,18 @@ def post(out, base="mdlm"):
     return ["--posttrain", str(out / f"{base}.pt"), "--steps", "6", "--device", "cpu"]
 
 
+def at_step(monkeypatch, number, act):
+    """Call act(model, args) when a training comes to this step."""
+    loss = train_toy.training_loss
+
+    def patched(model, x, args, step, g):
+        if step == number:
+            act(model, args)
+        return loss(model, x, args, step, g)
+
+    monkeypatch.setattr(train_toy, "training_loss", patched)
+
+
 def wrong(main, argv, capsys):
     """The one line on stderr of a run that must fail with exit code 2."""
     capsys.readouterr()
@@ -1987,21 +1900,17 @@ def tables(printed):
 
 def test_script_trains_and_samples_from_end_to_end(trained, capsys):
     printed = (trained / "tadm.txt").read_text(encoding="utf-8")
-    table = [row[1:] for row in tables(printed)[0][1:]]
-    assert [int(row[0]) for row in table] == [1, 2, 4, 8], "the closing table: K = 1, 2, 4, 8"
+    table = [[float(cell) for cell in row[1:5]] for row in tables(printed)[0][1:]]
+    assert [row[0] for row in table] == [1, 2, 4, 8], "the closing table: K = 1, 2, 4, 8"
     share = train_toy.fusion_share(untrained("TADM", seq_len=12, d_model=16))
-    for K, nats, calls, with_fusion, _, _ in table:
-        assert abs(float(calls) - (1 / 2 + 1 / int(K))) < 0.15, "layer calls per step, Eq. 11"
-        assert abs(float(with_fusion) - float(calls) - share / 2) < 0.1, "with the fusion"
-        assert 0 < float(nats) < 100
+    for K, _, calls, with_fusion in table:
+        assert abs(calls - (1 / 2 + 1 / K)) < 0.15, "layer calls per step, Eq. 11"
+        assert abs(with_fusion - calls - share / 2) < 0.1, "with the fusion"
     bound = re.search(r"anchors: ([\d.]+) \+- [\d.]+ nats/token, ([\d.]+) nats/char", printed)
     x, tokenizer = load(trained / "tales.txt", 12)[1:]
     characters = sum(len(tokenizer.decode(row)) for row in x.tolist())
     close(float(bound[2]) * characters, float(bound[1]) * x.numel(), 0.2, "nats of all, either way")
-    assert printed.count("sample (K = 8") == 4
     main, argv = pasted(printed, "now try: ")
-    checkpoint = str(trained / "tadm.pt")
-    assert argv == [checkpoint, "--watch"]
     assert main([*argv, "--steps", "5", "--refresh-every", "2"]) == 0
     calls = r"^5 steps, 3 anchor calls, \d denoiser calls, [\d,]+ tokens/s$"
     assert re.search(calls, capsys.readouterr().out, re.MULTILINE)
@@ -2009,12 +1918,11 @@ def test_script_trains_and_samples_from_end_to_end(trained, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"^\[1\] The cat.* 3.* and said", printed, re.MULTILINE), "the prompt stays"
     assert "anchor age   0" in printed and "\x1b" not in printed, "plain text without a terminal"
-    full = ["--prompt", "7" * 12, "--one-by-one", "--watch"]  # spelled: 12 tokens, nothing to write
-    assert main([checkpoint, *full]) == 0 and "0 steps" in capsys.readouterr().out
-    saved, name = train_toy.load_checkpoint(checkpoint), "denoiser.0.up.weight"
-    model, _ = train_toy.build(saved, "cpu")
-    assert torch.equal(model.state_dict()[name], saved["ema"][name]), "sample from the average"
-    assert not torch.equal(saved["ema"][name], saved["weights"][name])
+    full = ["--prompt", "7" * 12, "--one-by-one"]  # spelled: 12 tokens, nothing to write
+    assert main([*argv, *full]) == 0 and "0 steps" in capsys.readouterr().out
+    saved, name = train_toy.load_checkpoint(trained / "tadm.pt"), "denoiser.0.up.weight"
+    sampled = train_toy.build(saved, "cpu")[0].state_dict()[name]
+    assert sampled.equal(saved["ema"][name]) and not sampled.equal(saved["weights"][name])
 
 
 @pytest.mark.parametrize("base_name,name", train_toy.POSTTRAINED.items())
@@ -2022,148 +1930,102 @@ def test_script_posttrain_from_end_to_end(trained, capsys, base_name, name):
     printed = (trained / f"{name}.txt").read_text(encoding="utf-8")
     table = {(kind, int(K)): tuple(map(float, values[:3]))
              for kind, K, *values in tables(printed)[0][1:]}
-    rows = set(itertools.product(("naive", "fused"), (1, 2, 3, 4, 8)))
-    assert set(table) == rows | {("teacher", 1)}
+    rows = itertools.product(("naive", "fused"), (1, 2, 3, 4, 8))
+    assert set(table) == {*rows, ("teacher", 1)}
     assert table["naive", 1] == table["fused", 1] == table["teacher", 1], "K = 1 is the teacher"
     assert table["teacher", 1][1:] == (0, 1), "the teacher: KL 0, all layers at every step"
     assert table["naive", 8][2] < table["fused", 8][2] < 1, "layer calls"
     base, post = (train_toy.load_checkpoint(trained / f"{n}.pt")["ema"] for n in (base_name, name))
     for weight, value in base.items():
-        assert torch.equal(value, post[f"base.{weight}"]), f"{weight} of the base must stay frozen"
-    sizes = re.search(rf"{name}: ([\d,]+) weights to train of ([\d,]+), ", printed)
+        assert value.equal(post[f"base.{weight}"]), f"{weight} of the base must stay frozen"
     n_new = sum(v.numel() for k, v in post.items() if k.startswith("fusion."))
-    n_all = sum(v.numel() for v in post.values())
-    assert sizes.groups() == (f"{n_new:,}", f"{n_all:,}"), "only the fusion trains"
-    for option in ([], ["--naive"]):
-        assert sample_script.main([str(trained / f"{name}.pt"), "--steps", "9", *option]) == 0
-        assert "9 steps" in capsys.readouterr().out
+    assert f"{name}: {n_new:,} weights to train of " in printed
+    assert sample_script.main([str(trained / f"{name}.pt"), "--steps", "9", "--naive"]) == 0
 
 
-def test_script_falls_back_to_the_built_in_stories(monkeypatch, capsys, tmp_path):
+def test_script_learns_the_built_in_stories_without_a_network(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(train_toy, "N_STORIES", 200)
     monkeypatch.setitem(train_toy.TINYSTORIES, "url", "http://127.0.0.1:9/x")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    argv = [*TINY, "--seq-len", "100", "--model", "mdlm"]
+    argv = [*TINY, "--seq-len", "62", "--steps", "60", "--lr", "0.01", "--model", "mdlm"]
     assert train_toy.main([*argv, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     assert "could not be downloaded" in printed.err and "built-in stories" in printed.err
-    assert f"{train_toy.story_entropy() / 100:.4f} nats/token" in printed.out
-    assert re.search(r"speed-up +stories +sentences", printed.out)
+    assert f"{train_toy.story_entropy() / 62:.4f} nats/token" in printed.out
+    assert tables(printed.out)[0][0][-2:] == ["stories", "sentences"]
+    nats = re.search(r"fresh anchors: ([\d.]+)", printed.out)[1]
+    assert float(nats) < 3.6, "an untrained model has ln V = 4.7 nats/token"
 
 
-@pytest.mark.parametrize("model", ["tadm", "adlm", "uniform", "posttrained"])
+@pytest.mark.parametrize("model", ["tadm", "uniform", "posttrained"])
 def test_script_resume_equals_an_uninterrupted_run(trained, tmp_path, monkeypatch, capsys, model):
     """Ctrl-C after 3 of 6 steps, then --resume: the very same weights and averages."""
-    argv = ["--data", str(trained / "tales.txt"), *TINY, "--model", model, "--dtype", "bfloat16",
-            *(["--gamma", "0.1"] if model in ("tadm", "adlm") else ())]
-    argv = [*(post(trained) if model == "posttrained" else argv), "--out"]
-    assert train_toy.main([*argv, str(tmp_path / "whole")]) == 0
-    name = {"posttrained": "posttrain_loss", "uniform": "uniform_loss"}.get(model, "t_anelbo")
-    loss, calls = getattr(reference, name), []
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGINT if model == "tadm" else signal.SIGTERM)
-        return loss(*args, **kwargs)
-
+    base, out = train_toy.load_checkpoint(trained / "mdlm.pt"), tmp_path / "the other's"
+    torch.save(base, tmp_path / "mdlm.pt")
+    argv = ["--data", str(trained / "tales.txt"), *TINY, "--model", model]
+    argv = post(tmp_path) if model == "posttrained" else argv
+    stop = signal.SIGINT if model == "tadm" else signal.SIGTERM
     with monkeypatch.context() as patch:
-        patch.setattr(reference, name, interrupted)
-        assert train_toy.main([*argv, str(tmp_path / "the other's")]) == 130, "Ctrl-C"
-    main, argv = pasted(capsys.readouterr().out.partition("stopped at step 3")[2], "to go on: ")
+        at_step(patch, 3, lambda *_: signal.raise_signal(stop))
+        assert train_toy.main([*argv, "--out", str(out)]) == 130, "Ctrl-C"
+    base["args"]["d_model"], base["ema"] = 8, {}  # trained anew: a post-training keeps its own
+    torch.save(base, tmp_path / "mdlm.pt")
+    main, argv = pasted(capsys.readouterr().out, "stopped at step 3, all saved; to go on: ")
     assert main(argv) == 0
-    whole, parts = (train_toy.load_checkpoint(tmp_path / out / f"{model}.pt")
-                    for out in ("whole", "the other's"))
+    whole, parts = (train_toy.load_checkpoint(at / f"{model}.pt") for at in (trained, out))
     assert parts["step"] == whole["step"] == 6
     for kind in ("weights", "ema"):
         for name, value in whole[kind].items():
-            assert torch.equal(value, parts[kind][name]), f"{kind} {name} differs after --resume"
-
-
-def test_script_resume_keeps_its_base(trained, tmp_path, capsys):
-    """The base was trained anew, with other sizes: a post-training goes on with its own."""
-    for name in ("mdlm", "posttrained"):
-        (tmp_path / f"{name}.pt").write_bytes((trained / f"{name}.pt").read_bytes())
-    before = train_toy.load_checkpoint(tmp_path / "posttrained.pt")["ema"]
-    anew = ["--data", str(trained / "tales.txt"), *TINY, "--model", "mdlm", "--d-model", "8"]
-    assert train_toy.main([*anew, "--out", str(tmp_path)]) == 0
-    go_on = [*post(tmp_path), "--steps", "7", "--out", str(tmp_path), "--resume"]
-    assert train_toy.main(go_on) == 0
-    after = train_toy.load_checkpoint(tmp_path / "posttrained.pt")
-    assert after["step"] == 7
-    assert all(v.equal(after["ema"][k]) for k, v in before.items() if k.startswith("base."))
-
-
-def test_script_training_learns(tmp_path):
-    """Sixty steps on nine short tales: the bound falls far below ln V."""
-    path = tmp_path / "nine.txt"
-    text = train_toy.END.join(f"{a} {b}" * 3 for a in "xyz" for b in "uvw")
-    path.write_text(text, encoding="utf-8")
-    argv = ["--data", str(path), "--out", str(tmp_path), *TINY, "--steps", "60", "--lr", "0.01"]
-    assert train_toy.main(argv) == 0
-    model, tokenizer = train_toy.build(train_toy.load_checkpoint(tmp_path / "tadm.pt"), "cpu")
-    nats = reference.bound(model, load(path, 12)[0], None, generator=rng(), draws=16).mean()
-    assert nats < 0.6 * math.log(len(tokenizer.vocab)), f"nothing learnt: {nats:.2f} nats/token"
+            assert value.equal(parts[kind][name]), f"{kind} {name} differs after --resume"
 
 
 def test_script_stops_where_nothing_is_finite(tales, capsys, monkeypatch, tmp_path):
     line = wrong(train_toy.main, [*tales, "--lr", "1e30"], capsys)
     assert "not finite" in line and "none" in line, "weights may break after a loss that was finite"
     assert not list(tmp_path.rglob("*.pt")), "weights that are not finite are never saved"
-    loss, calls = reference.t_anelbo, []
-
-    def explode(*args):
-        calls.append(1)
-        return loss(*args) * (math.nan if len(calls) == 4 else 1)
-
-    monkeypatch.setattr(reference, "t_anelbo", explode)
+    at_step(monkeypatch, 4, lambda model, _: model.position.data.fill_(math.nan))
     assert train_toy.main(tales) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "at step 4" in error and "tadm.pt (step 3)" in error
     assert train_toy.load_checkpoint(tmp_path / "my '{out}" / "tadm.pt")["step"] == 3
 
 
+DATA = ["--data", "@/tales.txt", *TINY]
+
+
 @pytest.mark.parametrize("argv,message", [
     (["--data", "nowhere.txt"], "cannot read"),
-    (["--data", "."], "cannot read"),
     (["--data", "empty"], "too short"),
     (["--data", "short"], "96 tokens"),
     (["--data", "binary"], "utf-8"),
     (["--data", "stories", "--seq-len", 20], "--seq-len 62"),
     ([*TINY, "--out", "short"], "--out"),
-    ([*TINY, "--steps", 0], "steps"),
     ([*TINY, "--lr", "nan"], "lr"),
     ([*TINY, "--seq-len", "x"], "seq-len: invalid int"),
-    ([*TINY, "--no-such-flag", 1], "no-such-flag"),
     ([*TINY, "--model", "gpt"], "model"),
-    ([*TINY, "--n-heads", 3], "divisible"),
-    ([*TINY, "--vocab-size", 5], "--vocab-size"),
+    ([*DATA, "--n-heads", 3], "divisible"),
+    ([*DATA, "--vocab-size", 5], "--vocab-size"),
     ([*TINY, "--device", "abacus"], "--device"),
     ([*TINY, "--model", "mdlm", "--gamma", 1], "--gamma has no effect"),
-    ([*TINY, "--resume"], "no checkpoint"),
+    (["--model", "tadm", "--elbo"], "--elbo has no effect"),
     (["--posttrain", "@/mdlm.pt", "--preset", "gpu"], "--preset has no effect"),
-    (["--posttrain", "nowhere.pt"], "no checkpoint"),
-    (["--posttrain", "@/tadm.pt"], "mdlm"), (["--model", "tadm", "--elbo"], "--elbo has no effect"),
+    (["--posttrain", "@/tadm.pt"], "mdlm"),
+    ([*TINY, "--resume"], "no checkpoint"),
     ([*TINY, "--out", "@", "--resume", "--d-model", 32], "--d-model"),
     (["--posttrain", "@/mdlm.pt", "--out", "@", "--resume", "--lr", 1], "--lr 0.005"),
-    ([*TINY, "--out", "damaged", "--resume"], "damaged"),
+    ([*DATA, "--out", "damaged", "--resume"], "damaged"),
     ([*TINY, "--out", "renamed", "--resume"], "rename it mdlm.pt"),
 ], ids=lambda v: v if isinstance(v, str) else "")
 def test_script_bad_input_to_training(trained, tmp_path, monkeypatch, capsys, argv, message):
     monkeypatch.chdir(tmp_path)
     for name, content in (("empty", b""), ("binary", b"\x89PNG\xff\x00"), ("short", b"one word")):
-        (tmp_path / name).write_bytes(content)
+        Path(name).write_bytes(content)
     good = train_toy.load_checkpoint(trained / "tadm.pt")
-    Path("damaged").mkdir()
-    torch.save(good | {"optimizers": [{}, {}]}, "damaged/tadm.pt")
-    Path("renamed").mkdir()
-    Path("renamed/tadm.pt").write_bytes((trained / "mdlm.pt").read_bytes())
-    Path("renamed/mdlm.pt").write_bytes(b"of another run")
+    for folder, changes in (("damaged", {"optimizers": [{}, {}]}), ("renamed", {"model": "mdlm"})):
+        Path(folder).mkdir()
+        torch.save(good | changes, f"{folder}/tadm.pt")
     argv = [str(a).replace("@", str(trained)) for a in argv]
-    if not {"--data", "--posttrain"} & {*argv}:
-        argv += ["--data", str(trained / "tales.txt")]
     assert message in wrong(train_toy.main, argv, capsys)
-    assert Path("renamed/mdlm.pt").read_bytes() == b"of another run", "nothing is lost"
 
 
 @pytest.mark.parametrize("argv,message", [
@@ -2422,21 +2284,13 @@ def test_script_overwrites_no_other_run(tales, tmp_path, monkeypatch):
     """An older file, and that of a run that begins and ends within another one's third step."""
     monkeypatch.setattr(train_toy, "report", lambda *_: None)
     assert train_toy.main([*tales, "--seed", "7"]) == 0
-    loss, calls = reference.t_anelbo, []
-
-    def slow(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            assert train_toy.main([*tales, "--seed", "9"]) == 0
-        return loss(*args)
-
-    monkeypatch.setattr(reference, "t_anelbo", slow)
+    inner = [*tales, "--seed", "9"]
+    at_step(monkeypatch, 3, lambda _, args: args.seed or train_toy.main(inner))
     assert train_toy.main(tales) == 0
-    paths = list((tmp_path / "my '{out}").iterdir())
+    paths = sorted((tmp_path / "my '{out}").iterdir())
     ends = [(c["args"]["seed"], c["step"]) for c in map(train_toy.load_checkpoint, paths)]
-    assert {(7, 6), (9, 6), (0, 6)} < {*ends}, "nothing trained is ever lost"
-    last = train_toy.load_checkpoint(tmp_path / "my '{out}" / "tadm.pt")
-    assert last["args"]["seed"] == 0 and len(paths) == 4, "no temporary file stays"
+    assert sorted(ends) == [(0, 2), (0, 6), (7, 6), (9, 6)], "nothing trained is ever lost"
+    assert paths[-1].name == "tadm.pt" and ends[-1] == (0, 6), "the last one has the name"
 
 
 def test_script_data_may_move_but_not_change(trained, tmp_path, capsys, monkeypatch):
@@ -2448,24 +2302,23 @@ def test_script_data_may_move_but_not_change(trained, tmp_path, capsys, monkeypa
                (train_toy.main, [*post(trained), "--out", str(tmp_path)]),
                (train_toy.main, [*post(trained), *again]),
                (train_toy.main, ["--model", "mdlm", *TINY, *again])]
-    tales = text.split(train_toy.END)
-    changed = [f"{text}{train_toy.END}The cat saw.", train_toy.END.join(reversed(tales))]
+    changed = train_toy.END.join(reversed(text.split(train_toy.END)))
     for main, argv in readers:
         path.write_text(text, encoding="utf-8")
         assert main([*argv, "--data", str(path)]) == 0, argv
-        for other in changed:  # of the same vocabulary
-            path.write_text(other, encoding="utf-8")
-            assert "not what" in wrong(main, [*argv, "--data", path], capsys), argv
+        path.write_text(changed, encoding="utf-8")
+        assert "not what" in wrong(main, [*argv, "--data", path], capsys), argv
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full disk")
 @pytest.mark.parametrize("out,err", [(None, "/dev/full"), ("/dev/full", None)])
 def test_script_goes_on_without_outputs(tales, tmp_path, monkeypatch, out, err):
     """Closed, as by >&-, or a full disk: exit code 1 if output was lost, all weights saved."""
-    path = str(tmp_path / "my '{out}" / "tadm.pt")
     monkeypatch.setattr(train_toy, "report", lambda *_: None)
-    watch = [path, "--watch", "--steps", "3"]
-    runs = ((train_toy.main, tales, 1), (sample_script.main, watch, int(out is not None)))
+    path = str(tmp_path / "my '{out}" / "adlm.pt")
+    other = ["--model", "adlm", "--gamma", "0.1", "--dtype", "bfloat16"]  # as no other test has it
+    runs = ((train_toy.main, [*tales, *other], True),
+            (sample_script.main, [path, "--watch", "--steps", "3"], bool(out)))
     for main, argv, lost in runs:
         for name, stream in (("stdout", out), ("stderr", err)):
             stream = stream and os.fdopen(os.open(stream, os.O_WRONLY), "w")
