@@ -14,6 +14,7 @@ several standard errors.
 import argparse
 import ast
 import contextlib
+import copy
 import difflib
 import functools
 import hashlib
@@ -94,8 +95,7 @@ def module_under_test():
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(name)
-    except (SystemExit, ImportError, OSError, SyntaxError, NameError, TypeError, AttributeError,
-            ValueError, LookupError, RuntimeError) as e:
+    except (Exception, SystemExit) as e:
         why = f"{type(e).__name__}: {e}"
         pytest.exit(f"TADM_MODULE={name} cannot be imported: {why}", returncode=2)
     for missing in NAMES:
@@ -247,12 +247,12 @@ class Toy:
         self.refreshed, self.predicted, self.graded = [], [], []
 
     def refresh(self, z):
-        self.refreshed.append(z.clone())
+        self.refreshed.append(copy.deepcopy(z))
         self.graded.append(torch.is_grad_enabled())
         return z  # as PostTrained, which holds the canvas: nobody may write into it later
 
     def predict(self, z, cache):
-        self.predicted.append((z.clone(), cache.clone()))
+        self.predicted.append(copy.deepcopy((z, cache)))
         self.graded.append(torch.is_grad_enabled())
         return self.logits(z, cache)
 
@@ -427,18 +427,6 @@ def np_paired_fusion(w, c, c_cached, h_cached, n_heads):
     return states | {"m": m, "gate": g, "h_fused": h_fused}
 
 
-def np_schedule(kind, t, s, eta=None):
-    """alpha_t, alpha_s, sigma of ReMDM. loop: up to 0.9 at t = 0.55, flat to 0.05, up to 1."""
-    if kind == "loop":
-        alphas = np.interp([t, s], [0, 0.05, 0.55, 1], [1, 0.9, 0.9, 0])
-        return *alphas, (0.02 if eta is None else eta) * (s >= 0.05 and t <= 0.55)
-    eta = 0.04 if eta is None else eta
-    sigma_max = min(1.0, s / (1 - t)) if t < 1 else 1.0  # (1 - alpha_s) / alpha_t
-    sigma = {"none": 0.0, "cap": min(eta, sigma_max), "rescale": eta * sigma_max,
-             "conf": sigma_max}
-    return 1 - t, 1 - s, sigma[kind]
-
-
 def np_ce(logits, x, masked, t):
     """The terms of Theorem 5.1: cross-entropy / t where masked, else 0, all (B, L)."""
     p = np.take_along_axis(np_softmax(logits), x[..., None], 2)[..., 0]
@@ -482,12 +470,11 @@ def test_fusion_starts_as_the_normalised_anchor():
     torch.manual_seed(0)
     fusion = tadm.GatedFusion(8)
     (_, _, down), _ = fusion_layers(fusion, 8)
-    c, h = torch.randn(2, 3, 8), (5 * torch.randn(2, 3, 8)).requires_grad_()
-    got, truth = fusion(c, h * 1), torch.nn.functional.layer_norm(h, (8,))
+    c, h = torch.randn(2, 3, 8), 5 * torch.randn(2, 3, 8)
+    got, truth = fusion(c, h), torch.nn.functional.layer_norm(h, (8,))
     assert torch.allclose(got, truth, atol=1e-5), "Eq. 59: LN(h) at first, as W_2 = 0, b_2 = 0"
     (got * torch.randn(8)).sum().backward()
-    left = idle([("W_2, which starts at zero but must learn", down.weight), ("h", h)])
-    assert not left, f"Eq. 58-59: no gradient reaches {left}"
+    assert down.weight.grad.any(), "Eq. 58: W_2 starts at zero but must learn: no gradient reaches it"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -573,14 +560,12 @@ def test_further_hides_more_of_the_same_canvas():
     for row, share in zip(z_stale, (2 / 7, 0.5, 1, 1)):
         mean_is(row == 7, share, "Eq. 15: a visible token is masked with 1 - alpha_t' / alpha_t")
     repeats(lambda g: tadm.corrupt_further(z, t, t_stale, 7, g))
-    g, x = rng(), torch.arange(50).repeat(200, 1)
-    t = torch.rand(200, generator=g)
-    z = reference.corrupt(x, t, 50, g)
-    z_stale = tadm.corrupt_further(z, t, (t + 0.3).clamp(max=1), 50, g)
+    x, t = torch.arange(50).repeat(200, 1), torch.rand(200, generator=rng())
+    z = reference.corrupt(x, t, 50, rng())
+    z_stale = tadm.corrupt_further(z, t, (t + 0.3).clamp(max=1), 50, rng(1))
     assert (z_stale[z == 50] == 50).all(), "Eq. 15: z_t' is made from z_t, not anew from x"
-    assert torch.equal(tadm.corrupt_further(z, t, t, 50, g), z), "Eq. 15: age 0 gives z_t' = z_t"
-    z_stale = tadm.corrupt_further(z, t, torch.ones(200), 50, g)
-    assert (z_stale == 50).all(), "Eq. 15: t' = 1 masks all"
+    same = tadm.corrupt_further(z, t, t, 50, rng(1))
+    assert torch.equal(same, z), "Eq. 15: age 0 gives z_t' = z_t"
     earlier = torch.where(t > t.median(), t, 0.5 * t)
     refuses(tadm.corrupt_further, {"z_t": z, "t": t, "t_stale": earlier, "mask_id": 50})
 
@@ -598,8 +583,11 @@ def test_times_are_antithetic_and_not_tied_to_rows():
         mean_is(draws[:, row], 0.5, f"C.2: over many batches row {row} must meet all strata")
 
 
-def test_times_of_the_anchor():
-    t, t_stale = tadm.sample_times(40_000, [1, 4], [10, 1000], rng())
+@pytest.mark.parametrize("B,n", [(40_000, 1), (2, 3000)])
+def test_times_of_the_anchor(B, n):
+    """Also in batches of two, where a stratum is one of few numbers: nothing may hang on it."""
+    batches = [tadm.sample_times(B, [1, 4], [10, 1000], rng(i)) for i in range(n)]
+    t, t_stale = map(torch.cat, zip(*batches))
     assert (t_stale >= t).all() and t_stale.max() <= 1, "C.2: t' = min(1, t + k/T)"
     inside = t < 0.69  # no clamping there: at most 3/10
     shift = (t_stale - t)[inside]
@@ -607,25 +595,13 @@ def test_times_of_the_anchor():
     for value, share in shares.items():
         mean_is((shift - value).abs() < 1e-5, share, "C.2: t' = t + k/T, with its own K, T and "
                 f"k < K in each row; share of t' - t = {value}, K is 1 or 4, T is 10 or 1000")
-    place = (t - 1e-3) / (1 - 1e-3) * 40_000 % 1  # within the stratum
-    for what, value in (("t", t), ("the place of t in its stratum", place)):
+    place = (t - 1e-3) / (1 - 1e-3) * B % 1
+    mean_is(place[t < 0.5], 0.5, "C.2: within its stratum t is uniform")
+    for what, value in (("t", t), ("the half that t is in", (t > 0.5005).float()),
+                        ("the place of t in its stratum", place)):
         r = torch.corrcoef(torch.stack([value[inside], shift]))[0, 1]
-        close(r, 0, 0.03, f"C.2: K, T and the age are independent of {what}; correlation")
+        close(r, 0, 5 / math.sqrt(len(shift)), f"C.2: K, T, k hang on {what}; correlation")
     repeats(lambda g: torch.stack(tadm.sample_times(40, [1, 4], [10, 1000], g)))
-
-
-def test_times_are_independent_in_small_batches():
-    """In batches of two, strata are drawn from few numbers: nothing else may hang on these."""
-    batches = [tadm.sample_times(2, [1, 4], [10, 25], rng(i)) for i in range(2000)]
-    t, t_stale = map(torch.cat, zip(*batches))
-    upper, place = (t > 0.5005).float(), (t - 1e-3) / (1 - 1e-3) * 2 % 1
-    mean_is(place[upper == 0], 0.5, "C.2: within its stratum t is uniform")
-    older = t_stale > t + 1e-6
-    for what, values, keep in (("K and the age", older.float(), t < 2),
-                               ("T", t_stale - t, older & (t < 0.69))):
-        r = torch.corrcoef(torch.stack([upper[keep], values[keep]]))[0, 1]
-        tolerance = 5 / math.sqrt(keep.sum())
-        close(r, 0, tolerance, f"C.2: {what} must be independent of the stratum of t; correlation")
 
 
 # ----------------------------------------------------------------------------------- refresh
@@ -666,14 +642,6 @@ def test_loss_reads_the_predictions_at_masked_positions():
         got = tadm.log_probs(model, z, cache)
         assert got.dtype == torch.float32 and torch.allclose(got.double(), truth, atol=1e-4), (
             "SUBS: log softmax of predict(z, cache) where z is masked, row by row, in float32")
-
-
-def test_loss_weighs_each_token_by_its_row():
-    masked = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
-    each, t = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0.5, 0.0, 0.25])
-    got = tadm.weighted_mean(each, masked, t).tolist()
-    truth = [7 / 0.5 / 4, 0, 8 / 0.25 / 4]
-    assert got == truth, f"Theorem 5.1: sum of masked values / t / L, in rows {truth}, not {got}"
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.7])
@@ -798,11 +766,11 @@ def test_reverse_step_by_confidence():
     fixed = (torch.arange(6) == 4).repeat(n, 1)
     new = tadm.reverse_step(z, torch.zeros(n, 6, 3), 0.4, 0.5, 0.8, 3, fixed=fixed,
                             confidence=confidence, generator=rng())
-    weight = np.exp([-0.9, -0.5, -0.1, -0.3])
-    for place, share in zip((0, 1, 2, 5), weight / weight.sum()):
-        mean_is(new[:, place] == 3, 0.8 * share, f"ReMDM, conf: token {place} is remasked with "
+    weight = np.exp([-0.9, -0.5, -0.1, -math.inf, -math.inf, -0.3])
+    for place in (0, 1, 2, 4, 5):
+        share = 0.8 * weight[place] / weight.sum()
+        mean_is(new[:, place] == 3, share, f"ReMDM, conf: token {place} is remasked with "
                 "sigma * softmax(-confidence) over the visible tokens that are not fixed")
-    assert (new[:, 4] == 0).all(), "Eq. 17: a fixed token is never remasked"
     mean_is(new[:, 3] != 3, 0.1 / 0.6, "Eq. 17: conf leaves a masked token's sigma 0")
     z, confidence = torch.full((1, n), 3), torch.ones(1, n)
     new = tadm.reverse_step(z, torch.zeros(1, n, 3), 0.4, 0.7, 1e4, 3, confidence=confidence,
@@ -845,27 +813,21 @@ def test_reverse_step_draws_as_asked(options, share):
     mean_is(z == 0, 0.9 * share, f"Eq. 17: share of the likeliest token with {options}")
 
 
-def test_reverse_step_of_a_large_vocabulary(monkeypatch):
-    """V = 50257, reveals of 1/1024, random numbers of 24 bits, made small: 64, 1/64, 10 bits."""
-    rand, n = torch.rand, 40_000
-
-    def coarse(*size, **options):
-        return (rand(*size, **options) * 1024).floor() / 1024
-
-    monkeypatch.setattr(torch, "rand", coarse)
-    z, logits = torch.full((1, n), 64), torch.zeros(1, n, 64)
-    z = tadm.reverse_step(z, logits, 0.0, 1 / 64, 0.0, 64, generator=rng())
-    mean_is(z != 64, 1 / 64, "Eq. 17: share revealed with 1/64 if random numbers have 10 bits. "
-            "Look at: one Gumbel draw over V + 1 outcomes (first decide whether, then draw which)")
-
-
 @pytest.mark.parametrize("kind", reference.REMASK)
 @pytest.mark.parametrize("eta", [None, 0.06])
 def test_schedule_in_closed_form(kind, eta):
+    """Of ReMDM. loop: alpha rises to 0.9 at t = 0.55, is flat to 0.05, and rises to 1."""
+    rate = eta or (0.02 if kind == "loop" else 0.04)
     last = 0.0
     for i in range(40, 0, -1):
         t, s = i / 40, (i - 1) / 40
-        got, truth = tadm.remask_schedule(kind, t, s, eta=eta), np_schedule(kind, t, s, eta)
+        alphas = 1 - t, 1 - s
+        if kind == "loop":
+            alphas = np.interp([t, s], [0, 0.05, 0.55, 1], [1, 0.9, 0.9, 0])
+        sigma_max = min(1, s / (1 - t)) if i < 40 else 1  # (1 - alpha_s) / alpha_t
+        sigma = {"none": 0, "cap": min(rate, sigma_max), "rescale": rate * sigma_max,
+                 "conf": sigma_max, "loop": rate * (s >= 0.05 and t <= 0.55)}
+        got, truth = tadm.remask_schedule(kind, t, s, eta=eta), (*alphas, sigma[kind])
         assert got == pytest.approx(truth, abs=1e-9), f"ReMDM, {kind}, step from t = {t} to {s}"
         assert got[0] == last, "alpha at one step's end starts the next, exactly"
         last = got[1]
@@ -935,12 +897,13 @@ def recorded(model, batch_size, seq_len, steps, refresh_every=1, **options):
     return z, stats, rows
 
 
-@pytest.mark.parametrize("remask,options", [
-    ("none", {}), ("cap", {"eta": 0.2}), ("rescale", {"eta": 0.5}), ("loop", {}),
-    ("loop", {"eta": 0.1, "t_on": 0.7, "t_off": 0.2, "alpha_on": 0.8})])
-def test_sampler_steps_as_remask_says(remask, options):
+@pytest.mark.parametrize("remask,options,order", [
+    ("none", {}, "random"), ("none", {}, "confidence"), ("cap", {"eta": 0.2}, "random"),
+    ("rescale", {"eta": 0.5}, "random"), ("loop", {}, "random"),
+    ("loop", {"eta": 0.1, "t_on": 0.7, "t_off": 0.2, "alpha_on": 0.8}, "random")])
+def test_sampler_steps_as_remask_says(remask, options, order):
     T = 12
-    _, _, rows = recorded(Toy(3), 300, 200, T, 2, remask=remask, **options)
+    _, _, rows = recorded(Toy(3), 300, 200, T, 2, remask=remask, order=order, **options)
     for j, (before, after, _) in enumerate(rows):
         t, s = (T - j) / T, (T - j - 1) / T
         _, alpha_s, sigma = reference.remask_schedule(remask, t, s, **options)
@@ -991,6 +954,7 @@ def follows_algorithm_1(model, steps, K, remask="none"):
     a revealed token is the likeliest of the prediction from the canvas before the step and the
     anchor of the last multiple of K. Returns stats."""
     _, stats, rows = recorded(model, 10, 6, steps, K, remask=remask, temperature=0)
+    needed = 0
     for j, (before, after, _) in enumerate(rows):
         if j % K == 0:
             cache = model.refresh(before)
@@ -1001,6 +965,10 @@ def follows_algorithm_1(model, steps, K, remask="none"):
         assert not wrong.any(), (
             f"Algorithm 1, T = {steps}, K = {K}: tokens revealed at step {j} are not what the "
             f"model predicts from the canvas before it and the anchor of step {j // K * K}")
+        needed += int(new.any())
+    if tadm is reference or stats["denoiser_calls"] < steps:  # to skip nothing is right, but slow
+        assert stats["denoiser_calls"] == needed >= stats["anchor_calls"], (
+            "a step that reveals nothing needs no prediction and no anchor")
     return stats
 
 
@@ -1014,36 +982,6 @@ def test_sampler_is_algorithm_1(kind, steps, K, remask):
     depths = (0, 3) if kind == "MDLM" else (2, 1)
     layers = anchor * depths[0] + stats["denoiser_calls"] * depths[1]
     assert stats["layer_calls"] == layers, "Eq. 11 on the calls made"
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps,K,remask", [(90, 4, "none"), (30, 8, "loop")])
-def test_sampler_equals_an_eager_algorithm_1(kind, steps, K, remask):
-    """Algorithm 1 with every anchor and prediction computed, needed or not: the same tokens."""
-    if tadm is not reference:
-        pytest.skip("another implementation may draw its random numbers in another order")
-    model, g, z = random_model(kind), rng(5), torch.full((3, 6), 11)
-    nucleus = {"temperature": 0.7, "top_p": 0.9}
-    for i in range(steps, 0, -1):
-        if (steps - i) % K == 0:
-            cache = model.refresh(z)
-        step = reference.remask_schedule(remask, i / steps, (i - 1) / steps)
-        logits = model.predict(z, cache)
-        z = reference.reverse_step(z, logits, *step, 11, generator=g, **nucleus)
-    got, _ = tadm.sample(model, 3, 6, steps, K, remask=remask, generator=rng(5), **nucleus)
-    assert torch.equal(got, z), "Algorithm 1: what is skipped must change no token"
-
-
-def test_sampler_skips_what_nothing_reads():
-    """One canvas of 6 tokens in 200 steps: no more than 6 steps need a prediction."""
-    model = Toy(4)
-    _, stats = tadm.sample(model, 1, 6, 200, 1, generator=rng())
-    calls = (stats["anchor_calls"], stats["denoiser_calls"])
-    assert calls == (len(model.refreshed), len(model.predicted)), "stats: the calls really made"
-    if tadm is not reference and calls[1] == 200:
-        pytest.skip("everything is computed at every step: right, but slow")
-    assert max(calls) <= 6, "a step that reveals nothing needs no prediction and no anchor"
 
 
 def test_sampler_one_by_one_reproduces_the_data():
@@ -1085,7 +1023,9 @@ def test_sampler_refuses_bad_values():
     refuses(lambda **bad: tadm.sample(Toy(3), **right | bad), *({name: 0} for name in right),
             {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf},
             {"top_p": 1.5}, {"top_p": -0.5}, {"remask": "never"},
-            {"steps": None, "remask": "cap"}, *({"prompt": prompt} for prompt in prompts))
+            {"steps": None, "remask": "cap"}, *({"prompt": prompt} for prompt in prompts),
+            {"order": "best"}, {"order": "entropy", "budget": -1.0},
+            {"order": "entropy", "remask": "cap"})
 
 
 @pytest.mark.parametrize("options,share", ASKED)
@@ -1210,13 +1150,14 @@ def test_split_layers_are_counted_as_run(base, naive, n_shared, n_denoiser, step
 
 
 def test_rollout_makes_k_steps():
-    """k steps of the sampler from the anchor's canvas, and nothing for age 0."""
-    n = 3000
-    x, age = torch.randint(0, 3, (n, 20), generator=rng()), torch.arange(n) % 3
-    repeats(lambda g: tadm.rollout(Toy(3), x, age, 10, g)[0])
+    """k steps of the sampler from the anchor's canvas, at t' = i_a / T: clip(floor(T t' + 1/2),
+    k + 1, T)."""
+    n, T = 6000, 10
+    x, age = torch.randint(0, 3, (n, 100), generator=rng()), torch.arange(n) % 3
+    repeats(lambda g: tadm.rollout(Toy(3), x[:9], age[:9], T, g)[0])
     refuses(lambda steps: tadm.rollout(Toy(3), x, age, steps), {"steps": 2})
     model = Toy(3)
-    z, cache, t = tadm.rollout(model, x, age, 10, rng(1))
+    z, cache, t = tadm.rollout(model, x, age, T, rng(1))
     assert not any(model.graded), "Eq. 13: no gradients through the rollout"
     assert len(model.refreshed) == 1 and len(model.predicted) == 2, "one anchor, max(k) steps"
     (start,), ((first, used), (second, again)) = model.refreshed, model.predicted
@@ -1230,16 +1171,7 @@ def test_rollout_makes_k_steps():
     for token in range(3):
         mean_is(z[new] == token, 1 / 3, "Eq. 13: tokens are drawn as the sampler draws them")
     mean_is(z[new] == x[new], 1 / 3, "on-policy: revealed by the model, not from x")
-    for k in range(3):
-        excess = ((z == 3).float().mean(1) - t)[age == k]
-        mean_is(excess, 0, f"Eq. 13: masked share after {k} steps, less the time returned")
-
-
-def test_rollout_starts_on_the_grid():
-    """The masked share of a long canvas tells its time. i_a = clip(floor(T t' + 1/2), k + 1, T)."""
-    model, age = Toy(3), torch.arange(6000) % 3
-    _, _, t = tadm.rollout(model, torch.zeros(6000, 2).long(), age, 10, rng(1))
-    levels = t * 10 + age
+    levels = t * T + age
     assert torch.allclose(levels, levels.round(), atol=1e-4), "Eq. 13: t' on the grid i/T"
     for k in range(3):
         expected = [0.05] + 9 * [0.1] + [0.05]  # of floor(T t' + 1/2) = 0..10
@@ -1247,55 +1179,43 @@ def test_rollout_starts_on_the_grid():
         for i in range(k + 1, 11):
             got = levels[age == k].round() == i
             mean_is(got, expected[i], f"Eq. 13: share of i_a = {i} at age {k}")
-    tadm.rollout(model, torch.zeros(200, 2000).long(), age[:200], 10, rng(1))
-    share = (model.refreshed[1] == 3).float().mean(1) * 10
-    assert (share - share.round()).abs().mean() < 0.15, "Eq. 13: the anchor's canvas is at i_a / T"
-
-
-def test_distill_states_have_no_gradients_and_every_row_its_own_age():
-    """The masked share of a long canvas tells its time on the grid i / T."""
-    student, teacher, x = Toy(3), Toy(3), torch.zeros(600, 1000).long()
-    tadm.posttrain_loss(student, teacher, x, 6, generator=rng(1))
-    assert student.graded[-1] and not any(student.graded[:-1]), (
-        "Eq. 13: gradients for the last prediction only, none through rollout or cached anchor")
-    start, z = student.refreshed[0], student.predicted[-1][0]
-    ages = ((start == 3).float().mean(1) - (z == 3).float().mean(1)).mul(6).round()
-    for k in range(3):
-        mean_is(ages == k, 1 / 3, f"Eq. 13: share of rows whose anchor has age {k}")
+        for canvas, time in ((start, levels / T), (z, t)):  # at the start, and after k steps
+            excess = ((canvas == 3).float().mean(1) - time)[age == k]
+            mean_is(excess, 0, f"Eq. 13: masked share less time, age {k}")
+            spread = (time * (1 - time) / 100)[age == k]
+            mean_is(excess.square() - spread, 0, f"Eq. 13: spread of the masked share, age {k}")
 
 
 def test_distill_is_recomputed_from_its_states():
-    """Eq. 14 in float64 on the states that the rollout reached."""
+    """Eq. 14 in float64 on the states that the rollout reached. The masked share of a long canvas
+    tells its time on the grid i / T."""
     g, V = rng(3), 5
-    x = torch.randint(0, V, (8, 2000), generator=g)
-    q, p = torch.randn(2, V + 1, V, generator=g)
+    x = torch.randint(0, V, (600, 1000), generator=g)
+    q, p = (torch.randn(V + 1, V, generator=g).requires_grad_() for _ in range(2))
     student = Toy(V, lambda z, cache: q[cache.roll(1, dims=1)])
     teacher = Toy(V, lambda z, cache: p[z.roll(1, dims=1)])
-    repeats(lambda g: tadm.posttrain_loss(student, teacher, x, 6, generator=g))
-    losses = [float(tadm.posttrain_loss(student, teacher, x, 6, generator=rng(3), **options))
-              for options in ({"kd_weight": 0.7}, {}, {"kd_weight": 1.0})]
-    assert losses[1] == losses[2], "Eq. 14: lambda is 1 unless given"
+    plain, one, loss = (tadm.posttrain_loss(student, teacher, x, 6, generator=rng(3), **options)
+                        for options in ({}, {"kd_weight": 1.0}, {"kd_weight": 0.7}))
+    assert plain == one, "Eq. 14: lambda is 1 unless given"
+    assert student.graded == 3 * [False, False, False, True], (
+        "Eq. 13: gradients for the last prediction only, none through rollout or cached anchor")
+    loss.backward()
+    assert q.grad.any() and p.grad is None, "Eq. 14: the student learns, the teacher is frozen"
     z, z_stale = student.predicted[-1]
-    assert torch.equal(teacher.predicted[-1][0], z) and torch.equal(teacher.refreshed[-1], z), (
-        "Eq. 14: the teacher predicts from the student's state, with a fresh anchor")
-    t = (z == V).double().mean(1).mul(6).round() / 6  # on the grid
-    log_q = q.double().log_softmax(-1)[z_stale.roll(1, dims=1)]
-    log_p = p.double().log_softmax(-1)[z.roll(1, dims=1)]
+    for seen in (teacher.predicted[-1][0], teacher.refreshed[-1]):
+        assert torch.equal(seen, z), "Eq. 14: the teacher predicts from z, with a fresh anchor"
+    t, t_stale = ((v == V).double().mean(1).mul(6).round() / 6 for v in (z, z_stale))
+    for k in range(3):
+        aged = (t_stale - t - k / 6).abs() < 1e-6
+        mean_is(aged, 1 / 3, f"Eq. 13: share of rows whose anchor has age {k}")
+    log_q, log_p = (v.detach().double().log_softmax(-1) for v in (q, p))
+    log_q, log_p = log_q[z_stale.roll(1, dims=1)], log_p[z.roll(1, dims=1)]
     ce = np_ce(log_q.numpy(), x.numpy(), (z == V).numpy(), t.numpy()).mean()
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     truth = ce + 0.7 * float((kl * (z == V) / t[:, None]).mean())
-    close(losses[0], truth, 1e-4 * truth, "Eq. 14: sum over masked l of (CE + lambda KL(teacher || "
+    close(loss, truth, 1e-4 * truth, "Eq. 14: sum over masked l of (CE + lambda KL(teacher || "
           "student)) / t, over B * L. Look at: the direction of the KL, t of the end state")
-
-
-def test_distill_kl_is_zero_for_a_student_that_equals_its_teacher(base):
-    student = reference.PostTrained(base, 1, 1, 4)
-    x = torch.randint(0, 11, (16, 6), generator=rng())
-    for age, least, most in ((0, 0, 1e-6), (2, 1e-3, 100)):  # naive reuse is not the teacher
-        one, none = (tadm.posttrain_loss(student, base, x, 6, (age,), kd, rng(1)) for kd in (1, 0))
-        assert least <= abs(one - none) <= most, f"Eq. 14: KL(teacher || student) at age {age}"
-    one.backward()
-    assert all(p.grad is None for p in base.parameters()), "Eq. 14: the teacher is frozen"
+    repeats(lambda g: tadm.posttrain_loss(student, teacher, x[:8], 6, generator=g))
 
 
 # --------------------------------------------------------------------- order, uniform state
@@ -1308,22 +1228,23 @@ def test_order_against_all_prefixes():
     allowed[0], allowed[1:9] = False, True
     p = logits.double().softmax(-1)
     entropy, likeliest = -(p * p.log()).sum(-1), p.amax(-1)
+
+    def ranked(row, key):
+        return sorted(allowed[row].nonzero()[:, 0].tolist(), key=lambda place: key[row, place])
+
     for budget in (0.0, 0.3, 2.0, math.inf):
         got = tadm.most_certain(logits, allowed, "entropy", budget=budget)
+        alone = tadm.accept_by_entropy(entropy[1:9].float(), budget)
+        assert torch.equal(alone, got[1:9]), "accept_by_entropy: the rule itself"
         for row in range(40):
-            places = sorted(allowed[row].nonzero()[:, 0].tolist(), key=lambda i: entropy[row, i])
-            truth = [places[:n] for n in range(len(places) + 1)
-                     if n < 2 or sum(entropy[row, i] for i in places[: n - 1]) <= budget]
-            if allowed[row].all():
-                alone = tadm.accept_by_entropy(entropy[row : row + 1].float(), budget)
-                assert torch.equal(alone, got[row : row + 1]), "accept_by_entropy: the rule itself"
-            assert set(got[row].nonzero()[:, 0].tolist()) == set(truth[-1]), (
+            places = ranked(row, entropy)
+            n = [n for n in range(len(places)) if entropy[row, places[:n]].sum() <= budget]
+            assert set(got[row].nonzero()[:, 0].tolist()) == set(places[: len(n)]), (
                 f"Algorithm 2: ascending entropy, while the sum BEFORE a position is <= {budget}")
     n = torch.randint(0, 4, (40, 1), generator=rng(2))
     got = tadm.most_certain(logits, allowed, "confidence", n=n)
     for row in range(40):
-        places = sorted(allowed[row].nonzero()[:, 0].tolist(), key=lambda i: -likeliest[row, i])
-        assert set(got[row].nonzero()[:, 0].tolist()) == set(places[: int(n[row])]), (
+        assert set(got[row].nonzero()[:, 0].tolist()) == set(ranked(row, -likeliest)[: n[row]]), (
             "confidence: the n allowed positions with the likeliest tokens")
 
 
@@ -1354,40 +1275,18 @@ def test_sampler_by_entropy_of_an_exact_oracle():
     close(z[:, 0].float().mean(), 0.5, 0.15, "the first word is drawn, not the likeliest taken")
 
 
-def test_sampler_by_confidence_reveals_as_many_as_chance():
-    def masked_shares(order):
-        seen = []
-        tadm.sample(Toy(3), 4000, 8, 6, generator=rng(), order=order,
-                    callback=lambda step, z, age: seen.append(float((z == 3).float().mean())))
-        return seen
+def unmasked_toy(table, stale=False):
+    """A uniform-state model whose logits hang on a token, or (stale) on what its cache saw."""
 
-    for chance, sure in zip(masked_shares("random"), masked_shares("confidence")):
-        close(sure, chance, 0.02, "Eq. 17 says how many are revealed")
-    refuses(functools.partial(tadm.sample, Toy(3), 1, 4, 4), {"order": "best"},
-            {"order": "entropy", "budget": -1.0}, {"order": "entropy", "remask": "cap"})
+    def logits(canvas, cache):
+        seen = cache if stale else canvas
+        return table[seen[0] if isinstance(seen, tuple) else seen]
 
-
-class Table:
-    """A uniform-state model whose logits hang on a token, and on what its cache saw of it."""
-
-    def __init__(self, table, place="z"):
-        self.table, self.place, self.mask_id = table, place, None
-        self.config = argparse.Namespace(vocab_size=table.shape[1])
-        self.refreshed, self.predicted, self.graded = [], [], []
-        self.depths = (2, 1)
-
-    def parameters(self):
-        yield self.table
-
-    def refresh(self, canvas):
-        self.refreshed.append(canvas)
-        return canvas
-
-    def predict(self, canvas, cache):
-        self.predicted.append((canvas, cache))
-        self.graded.append(torch.is_grad_enabled())
-        seen = cache if self.place == "cache" else canvas
-        return self.table[seen[0] if isinstance(seen, tuple) else seen]
+    model = Toy(len(table), logits)
+    model.mask_id, model.depths = None, (2, 1)
+    model.config = argparse.Namespace(vocab_size=len(table))
+    model.parameters = lambda: iter([table])
+    return model
 
 
 def np_uniform_posterior(z, x_theta, alpha_t, alpha_s):
@@ -1400,47 +1299,32 @@ def np_uniform_posterior(z, x_theta, alpha_t, alpha_s):
 
 
 def uniform_truth(V, x_theta):
-    """Eq. 37 in numpy, of a prediction that never changes: the integral over t, nats per token."""
-    t = (np.arange(4000) + 0.5) / 4000
-    total = 0.0
-    for alpha in 1 - t:
-        b = np.full(V, 1 - alpha)
-        b[0] += V * alpha  # x is token 0
-        b_theta = V * alpha * x_theta + 1 - alpha
-        for z in range(V):
-            r, r_theta = b / b[z], b_theta / b_theta[z]
-            p = alpha * (z == 0) + (1 - alpha) / V
-            total += p * (r_theta - r + r * np.log(r / r_theta)).sum() / (V * alpha)
-    return total / len(t)
+    """Eq. 37 of a prediction that never changes, x being token 0: the integral over t, in nats."""
+    t = ((np.arange(4000) + 0.5) / 4000)[:, None]
+    b, b_theta = (V * (1 - t) * p + t for p in (np.eye(V)[0], x_theta))
+    r, r_theta = (v[:, None] / v[:, :, None] for v in (b, b_theta))  # (t, z, all tokens)
+    nats = (r_theta - r + r * np.log(r / r_theta)).sum(-1) / (V * (1 - t))
+    return (b / V * nats).sum(-1).mean()  # b / V = q(z_t | x)
 
 
 def test_uniform_noise():
-    x, t = torch.arange(5).repeat(4000, 4), torch.rand(4000, generator=rng())
-    z = tadm.corrupt_uniform(x, t, 5, rng(1))
-    close((z != x).float().mean(), float(t.mean()) * 4 / 5, 0.01, "redrawn with probability t")
-    new = z[(z != x) & (x == 2)]
-    for token in (0, 1, 3, 4):
-        close((new == token).float().mean(), 1 / 4, 0.03, f"noise is uniform, token {token}")
-    assert torch.equal(tadm.corrupt_uniform(x, 0 * t, 5, rng()), x), "t = 0 changes nothing"
-    kept = (tadm.corrupt_uniform(x, t**0, 5, rng()) == x).float().mean()
-    close(kept, 1 / 5, 0.01, "t = 1: nothing of x is left")
+    x, t = torch.full((3, 40_000), 2), torch.tensor([0.0, 0.3, 1.0])
+    for row, share in zip(tadm.corrupt_uniform(x, t, 5, rng()), (0, 0.3, 1)):
+        for token in range(5):
+            expected = share / 5 + (1 - share) * (token == 2)
+            mean_is(row == token, expected, f"a token is redrawn from all V with t = {share}")
     repeats(lambda g: tadm.corrupt_uniform(x, t, 5, g))
 
 
 @pytest.mark.parametrize("alpha_t,alpha_s", [(0.0, 0.2), (0.3, 0.31), (0.5, 1.0), (0.2, 0.9)])
 def test_uniform_posterior_is_bayes(alpha_t, alpha_s):
-    x_theta = torch.eye(4, dtype=torch.float64)
-    for z, x in itertools.product(range(4), range(4)):
-        one_hot, noisy = x_theta[x].view(1, 1, 4), torch.tensor([[z]])
-        got = tadm.uniform_posterior(noisy, one_hot, alpha_t, alpha_s)
-        truth = np_uniform_posterior(z, x_theta[x].numpy(), alpha_t, alpha_s)
-        assert np.abs(got[0, 0].numpy() - truth).max() < 1e-12, f"Eq. 32, z = {z}, x = {x}"
-    soft = torch.randn(2, 3, 4, generator=rng()).double().softmax(-1)
-    z = torch.tensor([[0, 1, 2], [3, 3, 0]])
-    got = tadm.uniform_posterior(z, soft, alpha_t, alpha_s)
-    assert torch.allclose(got.sum(-1), torch.ones(2, 3).double()), "Eq. 32: a distribution"
-    truth = np_uniform_posterior(1, soft[0, 1].numpy(), alpha_t, alpha_s)
-    assert np.abs(got[0, 1].numpy() - truth).max() < 1e-12, "Eq. 32: the prediction stands for x"
+    soft = torch.randn(4, 4, generator=rng()).double().softmax(-1)
+    x_theta = torch.cat([torch.eye(4).double(), soft])  # clean tokens and predictions
+    z = torch.arange(4)[:, None].expand(4, 8)
+    got = tadm.uniform_posterior(z, x_theta.expand(4, 8, 4), alpha_t, alpha_s).numpy()
+    for i, j in itertools.product(range(4), range(8)):
+        truth = np_uniform_posterior(i, x_theta[j].numpy(), alpha_t, alpha_s)
+        assert np.abs(got[i, j] - truth).max() < 1e-12, f"Eq. 32, z = {i}, x_theta = {x_theta[j]}"
 
 
 def test_uniform_nats_are_the_limit_of_discrete_ones():
@@ -1458,64 +1342,44 @@ def test_uniform_nats_are_the_limit_of_discrete_ones():
               "Look at: 1 / (V (1 - t)), the observed token below each ratio")
 
 
-def test_uniform_nats_of_an_oracle_are_the_entropy():
-    """All noisy texts, all times: an exact model of a small language reaches its entropy. What it
-    predicts for a position comes from the OTHER tokens: Eq. 32 adds the noisy token itself."""
-    data = np.array(LANGUAGE)
-    nodes, weights_ = np.polynomial.legendre.leggauss(40)
-    z = torch.tensor(list(itertools.product(range(3), repeat=4)))
-    total = 0.0
-    for node, weight in zip(nodes, weights_):
-        t = (node + 1) / 2
-        each = np.where(z.numpy()[:, None] == data, 1 - t + t / 3, t / 3)  # (81, 5, 4)
-        onto_z = each.prod(-1)  # q(z | x)
-        others = onto_z[..., None] / each  # without the token itself: Eq. 32 puts it in
-        x_theta = np.einsum("znl,nlv->zlv", others / others.sum(1, keepdims=True), np.eye(3)[data])
-        log_q = torch.from_numpy(x_theta).clamp_min(1e-300).log()
-        for n, x in enumerate(data):
-            times, clean = torch.full((81,), t).double(), torch.tensor(x).expand(81, 4)
-            nats = tadm.uniform_nats(log_q, clean, z, times).sum(1)
-            total += weight / 2 * float(torch.from_numpy(onto_z[:, n]) @ nats) / len(data)
-    close(total, math.log(5), 1e-3, "Eq. 37 of an exact oracle, over all positions and times")
-
-
 def test_uniform_objectives_of_a_fixed_prediction():
     table = torch.tensor([1.0, 0.5, -1.0]).repeat(3, 1)
     x, x_theta = torch.zeros(3000, 24).long(), np.exp(table[0].double().log_softmax(0).numpy())
     truth = uniform_truth(3, x_theta)
+    model = unmasked_toy(table)
     for K in (1, 4):
-        nats = tadm.uniform_bound(Table(table), x, 8, K, rng()).mean()
+        nats = tadm.uniform_bound(model, x, 8, K, rng()).mean()
         close(nats, truth, 0.02, f"Eq. 37, K = {K}")
-    model = Table(table)
+    repeats(lambda g: tadm.uniform_bound(model, x[:9], 8, 2, g))
+    model = unmasked_toy(table)
     nats = sum(tadm.uniform_loss(model, x, rng(seed), elbo=True) for seed in range(4)) / 4
     close(nats, truth, 0.025, "Eq. 37 as the loss")
+    repeats(lambda g: tadm.uniform_loss(model, x[:9], g, elbo=True))
     ce = tadm.uniform_loss(model, x, rng())
     close(ce, -math.log(x_theta[0]), 1e-5, "cross-entropy at all positions")
-    assert model.graded == [False, True] * 5, "the first prediction has no gradient"
+    assert model.graded == [False, True] * 8, "the first prediction has no gradient"
     (first, _), ((z, p), _) = model.predicted[-2:]
     assert torch.equal(first, z[:1500]), "the first prediction is of the same noisy tokens"
     assert torch.allclose(p[:1500], table.softmax(-1)[first]) and not p[1500:].any(), (
         "self-conditioning: the first prediction in half of the rows, else zeros")
-    repeats(lambda g: tadm.uniform_loss(model, x[:9], g, elbo=True))
-    repeats(lambda g: tadm.uniform_bound(model, x[:9], 8, 2, g))
 
 
 def test_uniform_anchor_is_stale_and_its_teacher_fresh():
     """The share of noise in a long canvas tells its time."""
-    student = Table(torch.randn(50, 50, generator=rng()), "cache")
-    teacher = Table(torch.randn(50, 50, generator=rng(1)))
+    q, p = torch.randn(2, 50, 50, generator=rng())
+    student, teacher = unmasked_toy(q, stale=True), unmasked_toy(p)
     x, T, K = torch.zeros(200, 1000).long(), 10, 4
     kl = tadm.uniform_bound(student, x, T, K, rng(2), draws=1, teacher=teacher)
     z, z_stale = student.predicted[0]
     t, t_stale = ((v != 0).float().mean(1) / 0.98 for v in (z, z_stale))
-    assert torch.equal(teacher.refreshed[0], z), "the teacher's anchor is fresh"
-    assert torch.equal(teacher.predicted[0][0], z), "the teacher sees z_t"
+    for seen in (teacher.refreshed[0], teacher.predicted[0][0]):
+        assert torch.equal(seen, z), "the teacher sees z_t, and so does its anchor"
     truth = (t + ((1 - t) * T).long() % K / T).clamp(max=1)
     right = ((t_stale - truth).abs() < 0.04).float().mean()  # but near the edge of a step
     assert right > 0.7, "the anchor is k/T older than its canvas, k = 0..K-1"
     kept = (z_stale == z)[z != 0].float().mean()
     assert kept > 0.5, "Eq. 15: the anchor's canvas is z_t with more noise, not another draw"
-    log_q, log_p = student.table[z_stale].log_softmax(-1), teacher.table[z].log_softmax(-1)
+    log_q, log_p = q[z_stale].log_softmax(-1), p[z].log_softmax(-1)
     truth = (log_p.exp() * (log_p - log_q)).sum(-1).mean(1) * 2 * t.sqrt()  # the weight dt/du
     assert (kl - truth).abs().mean() < 0.04 * truth.mean(), "KL(teacher || model), the mean"
 
@@ -1524,65 +1388,61 @@ def test_uniform_step_is_algorithm_2():
     rows = [[0.0, 0.0, 9.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.2, 0.0, 0.0]]
     logits = torch.tensor(rows).expand(4000, 3, 4)
     for t, eta in ((1.0, 0.0), (0.25, math.inf)):
-        tau = 0.4 + 0.4 * t
         z, p = tadm.uniform_step(logits, t, eta, rng())
-        truth = (logits / tau).softmax(-1)
+        truth = (logits / (0.4 + 0.4 * t)).softmax(-1)
         assert torch.allclose(p, truth, atol=1e-6), "Algorithm 2: tau = 0.4 + 0.4 n/T"
         for place, token in itertools.product(range(3), range(4)):
             accepted = eta > 0 or place == 0  # eta = 0: one alone, that of least entropy
             share = float(truth[0, place, token]) if accepted else 1 / 4
-            got = (z[:, place] == token).float().mean()
-            close(got, share, 0.04, f"eta = {eta}, place {place}: "
-                  "accepted tokens are drawn from p, all others are fresh uniform noise")
+            mean_is(z[:, place] == token, share, f"Algorithm 2, eta = {eta}, place {place}: "
+                    "accepted tokens are drawn from p, all others are fresh uniform noise")
     rows = tadm.uniform_step(logits[:2], torch.tensor([[1.0], [0.25]]), 0.1, rng())[1]
     each = [tadm.uniform_step(logits[:1], t, 0.1, rng())[1][0] for t in (1.0, 0.25)]
     assert torch.allclose(rows, torch.stack(each)), "every row has its own time"
     repeats(lambda g: tadm.uniform_step(logits, 0.5, 0.1, g)[0])
     prompt = torch.tensor([True, False, False]).expand(4000, 3)  # the surest place is given
     z, _ = tadm.uniform_step(50 * logits, 1.0, 0.0, rng(), prompt)
-    close((z[:, 1] == 0).float().mean(), 1, 0.01, "a prompt does not compete for the budget")
+    assert (z[:, 1] == 0).all(), "a prompt does not compete for the budget"
 
 
 @pytest.mark.parametrize("T,K", [(7, 3), (5, 1), (4, 9)])
 def test_uniform_texts_come_from_algorithms_1_and_2(T, K):
-    model, canvases = Table(3 * torch.randn(6, 6, generator=rng())), []
+    table, callbacks = 3 * torch.randn(6, 6, generator=rng()), []
     prompt = torch.tensor([5, 6, 6, 2, 6, 6, 6, 6])  # V where text is wanted
+    hidden, model = prompt == 6, unmasked_toy(table)
     z, stats = tadm.sample_uniform(model, 30, 8, T, K, prompt, 0.5, rng(1),
-                                   lambda step, z, age: canvases.append((step, z, age)))
-    seen = [canvas for canvas, _ in model.predicted]
-    due = [id(seen[j]) for j in range(0, T, K)]
-    assert [id(c) for c in model.refreshed] == due, "refresh at 0, K, 2K, ..."
-    for j, (canvas, cache) in enumerate(model.predicted):
-        assert cache is model.refreshed[j // K], "Algorithm 1: one anchor until the next"
-        logits = model.table[canvas[0]]
-        after = seen[j + 1] if j + 1 < T else (z, None)
-        assert canvases[j][::2] == (j, j % K) and torch.equal(canvases[j][1], after[0])
-        if j + 1 < T:
-            truth = (logits / (0.4 + 0.4 * (1 - j / T))).softmax(-1)
-            assert torch.allclose(after[1], truth, atol=1e-6), "self-conditioning: p before"
-        assert (canvas[0][:, [0, 3]] == prompt[[0, 3]]).all(), "the prompt is put back"
-    assert not seen[0][1].any(), "self-conditioning: nothing at first"
-    hidden = prompt == 6
-    assert torch.equal(z[:, hidden], logits.argmax(-1)[:, hidden]), "n = 1: the likeliest"
-    assert (z[:, ~hidden] == prompt[~hidden]).all(), "the prompt is in the text"
+                                   lambda *step: callbacks.append(step))
     n = -(-T // K)
     assert stats == {"steps": T, "anchor_calls": n, "denoiser_calls": T, "layer_calls": 2 * n + T}
-    first = torch.cat([c[0][0][:, hidden] for c in [model.predicted[0]]])
-    assert len(first.unique()) == 6, "the canvas starts as noise"
+    assert len(model.refreshed) == n, "Algorithm 1: refresh at 0, K, 2K, ..."
+    seen = [canvas for canvas, _ in model.predicted]
+    assert len(seen[0][0][:, hidden].unique()) == 6, "the canvas starts as noise"
+    assert not seen[0][1].any(), "self-conditioning: nothing at first"
+    for j, (step, after, age) in enumerate(callbacks):
+        assert (step, age) == (j, j % K), "callback(step, z, age)"
+        for used in (model.predicted[j][1], model.refreshed[j // K]):
+            assert all(map(torch.equal, used, seen[j // K * K])), "one anchor until the next"
+        assert (after[:, ~hidden] == prompt[~hidden]).all(), "the prompt is put back"
+        logits = table[seen[j][0]]
+        if j + 1 < T:
+            assert torch.equal(seen[j + 1][0], after), "a step starts where the last one ended"
+            truth = (logits / (0.4 + 0.4 * (1 - j / T))).softmax(-1)
+            assert torch.allclose(seen[j + 1][1], truth, atol=1e-6), "self-conditioning: p before"
+    likeliest = logits.argmax(-1).where(hidden, prompt)
+    assert torch.equal(z, after) and torch.equal(z, likeliest), "n = 1: the likeliest"
     repeats(lambda g: tadm.sample_uniform(model, 3, 8, T, K, prompt, 0.5, g)[0])
-    for wrong in ((0, 8), (1, 0), (1, 8, 0), (1, 8, 4, 0), (1, 8, 4, 1, None, -1.0),
-                  (1, 8, 4, 1, prompt + 1)):
-        with pytest.raises(ValueError):
-            tadm.sample_uniform(model, *wrong)
+    bad = ((0, 8), (1, 0), (1, 8, 0), (1, 8, 4, 0), (1, 8, 4, 1, None, -1.0),
+           (1, 8, 4, 1, prompt + 1), (1, 8, 4, 1, prompt - 3))
+    refuses(lambda call: tadm.sample_uniform(model, *call), *({"call": call} for call in bad))
 
 
-def uniform_model(module=tadm):
+def uniform_model(module):
     torch.manual_seed(0)
     return shaken(module.UniformLM(module.Config(**SIZES | {"n_anchor": 3})))
 
 
 def test_uniform_network_reads_tokens_and_its_last_prediction():
-    model = uniform_model()
+    model = uniform_model(tadm)
     z = torch.randint(0, 11, (2, 6), generator=rng())
     p = torch.randn(2, 6, 11, generator=rng()).softmax(-1)
     plain = model.predict(z, model.refresh(z))
@@ -1593,31 +1453,26 @@ def test_uniform_network_reads_tokens_and_its_last_prediction():
 
 
 def test_uniform_base_can_be_post_trained():
-    """PostTrained, rollout and posttrain_loss on either base."""
     base = uniform_model(reference)
     student = shaken(reference.PostTrained(base, 1, 1, 4))
     texts = [tadm.sample_uniform(m, 5, 6, 9, 1, generator=rng(2))[0] for m in (student, base)]
     assert torch.equal(*texts), "K = 1 is the teacher, bit for bit"
-    canvas = torch.zeros(2, 6).long(), torch.zeros(2, 6, 11)
-    same = canvas[0].clone(), canvas[1].clone()
-    fused = student.predict(same, student.refresh(canvas))
-    assert torch.equal(fused, base.predict(canvas, None)), "Eq. 55: exact where nothing changed"
     x = torch.randint(0, 11, (8, 6), generator=rng())
     reference.posttrain_loss(student, base, x, 6, generator=rng()).backward()
-    moved = [n for n, p in student.named_parameters() if p.grad is not None and p.grad.any()]
-    learns = {name.split(".")[0] for name in moved}
-    assert learns == {"fusion"}, "Section 4: only the fusion learns"
+    still = {name.split(".")[0] for name in idle(student.named_parameters())}
+    assert still == {"base"}, "Section 4: only the fusion learns"
 
 
 def test_rollout_without_masks():
-    model, n, T = Table(torch.zeros(40, 40)), 300, 10
-    x, age = torch.zeros(n, 400).long(), torch.arange(n) % 3
+    model, T = unmasked_toy(torch.zeros(40, 40)), 10
+    x, age = torch.zeros(300, 400).long(), torch.arange(300) % 3
     (z, p), cache, t = tadm.rollout(model, x, age, T, rng())
-    start = model.refreshed[0][0]
-    assert len(model.refreshed) == 1 and all(c is cache for _, c in model.predicted), "one anchor"
-    i_a = (t * T).round() + age
+    start, none = model.refreshed[0]
+    assert len(model.refreshed) == 1 and not none.any(), "one anchor, and no prediction at first"
+    for used in (cache, *(anchor for _, anchor in model.predicted)):
+        assert torch.equal(used[0], start), "Eq. 13: one anchor for all steps"
     noise = (start != 0).float().mean(1) / (39 / 40)
-    assert (noise - i_a / T).abs().max() < 0.15, "Eq. 13: x with noise of time t' = i_a / T"
+    assert (noise - t - age / T).abs().max() < 0.15, "Eq. 13: x with noise of time i_a / T"
     assert torch.equal(z[age == 0], start[age == 0]) and not p[age == 0].any(), "age 0: no step"
     moved = (z != start)[age > 0].float().mean()
     close(moved, 39 / 40, 0.01, "Algorithm 2, equal entropies: all but one become noise")
@@ -1626,18 +1481,16 @@ def test_rollout_without_masks():
 
 
 def test_distill_without_masks():
-    tables = torch.randn(2, 5, 5, generator=rng())
-    student, teacher = Table(tables[0], "cache"), Table(tables[1])
+    q, p = torch.randn(2, 5, 5, generator=rng())
+    student, teacher = unmasked_toy(q, stale=True), unmasked_toy(p)
     x = torch.randint(0, 5, (6, 50), generator=rng())
     loss = tadm.posttrain_loss(student, teacher, x, 6, kd_weight=0.7, generator=rng(1))
     assert len(student.refreshed) == 1, "Eq. 13: one anchor, the first; a stale one at the end"
     (z, _), (z_stale, _) = student.predicted[-1]
-    log_q, log_p = tables.double().log_softmax(-1)
-    log_q, log_p = log_q[z_stale], log_p[z]
+    log_q, log_p = q.double().log_softmax(-1)[z_stale], p.double().log_softmax(-1)[z]
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     truth = float((0.7 * kl - log_q.gather(2, x[..., None])[..., 0]).mean())
     close(loss, truth, 1e-4 * truth, "Eq. 14 in a uniform state: the plain mean over all positions")
-    assert student.graded[-1] and not any(student.graded[:-1]), "gradients: the last one only"
 
 
 # --------------------------------------------------------------------- the built-in stories
