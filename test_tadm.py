@@ -1408,7 +1408,8 @@ def test_uniform_base_can_be_post_trained():
 
 
 def test_rollout_without_masks():
-    model, T = unmasked_toy(torch.zeros(40, 40)), 10
+    row, T = torch.randn(40, generator=rng()), 10
+    model = unmasked_toy(row.repeat(40, 1))
     x, age = torch.zeros(300, 400).long(), torch.arange(300) % 3
     (z, p), cache, t = tadm.rollout(model, x, age, T, rng())
     start, none = model.refreshed[0]
@@ -1420,7 +1421,8 @@ def test_rollout_without_masks():
     assert torch.equal(z[age == 0], start[age == 0]) and not p[age == 0].any(), "age 0: no step"
     moved = (z != start)[age > 0].float().mean()
     close(moved, 39 / 40, 0.01, "Algorithm 2, equal entropies: all but one become noise")
-    assert torch.allclose(p[age > 0], torch.full((1,), 1 / 40)), "p of the last step"
+    truth = (row / (0.4 + 0.4 * (t + 1 / T))[:, None, None]).softmax(-1).expand_as(p)
+    assert torch.allclose(p[age > 0], truth[age > 0], atol=1e-5), "Algorithm 2: p of the last step"
     assert torch.equal(model.predicted[1][0][0][age == 1], z[age == 1]), "done rows stay"
 
 
