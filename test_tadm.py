@@ -95,7 +95,8 @@ def module_under_test():
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(name)
-    except (Exception, SystemExit) as e:
+    except (SystemExit, ImportError, OSError, SyntaxError, NameError, TypeError, AttributeError,
+            ValueError, LookupError, RuntimeError) as e:
         why = f"{type(e).__name__}: {e}"
         pytest.exit(f"TADM_MODULE={name} cannot be imported: {why}", returncode=2)
     for missing in NAMES:
@@ -233,7 +234,7 @@ def refuses(call, *cases):
 
 
 class Toy:
-    """A model that keeps what it is asked. logits: a function of z and cache, or all are equal."""
+    """A model that keeps what it is asked. logits: a function of z and cache."""
 
     def __init__(self, vocab_size, logits=None):
         self.mask_id = vocab_size
@@ -280,7 +281,7 @@ def untrained(kind, module=reference, **sizes):
 
 
 def shaken(network, size=0.3):
-    """The network with noise on all of its weights that train: none is left at zero or one."""
+    """The network with noise on all of its weights that train."""
     torch.manual_seed(1)
     with torch.no_grad():
         for p in network.parameters():
@@ -502,7 +503,7 @@ def test_model_who_sees_what(kind, reads_canvas, reads_anchor):
         ("the cached canvas", model.predict(z, model.refresh(other)), reads_anchor),
     ):
         assert torch.equal(changed, logits) != must, (
-            f"Eq. 5, 8, 10: does the prediction of {kind} depend on {what}? It must: {must}")
+            f"Eq. 5, 8, 10: that {kind} depends on {what} must be {must}")
     logits.square().sum().backward()
     left = [name for name in idle(model.named_parameters()) if "anchor_head" not in name]
     assert not left, f"Eq. 7-10: no gradient reaches {left} of {kind}"
@@ -571,7 +572,7 @@ def test_times_are_antithetic_and_not_tied_to_rows():
 
 @pytest.mark.parametrize("B,n", [(40_000, 1), (2, 3000)])
 def test_times_of_the_anchor(B, n):
-    """Also in batches of two, where a stratum is one of few numbers: nothing may hang on it."""
+    """Nothing may hang on the stratum, which is one of few numbers in batches of two."""
     batches = [tadm.sample_times(B, [1, 4], [10, 1000], rng(i)) for i in range(n)]
     t, t_stale = map(torch.cat, zip(*batches))
     assert (t_stale >= t).all() and t_stale.max() <= 1, "C.2: t' = min(1, t + k/T)"
@@ -621,7 +622,7 @@ def test_loss_reads_the_predictions_at_masked_positions():
         truth = model.predict(z, cache)[z == V].double().log_softmax(-1)
         got = tadm.log_probs(model, z, cache)
         assert got.dtype == torch.float32 and torch.allclose(got.double(), truth, atol=1e-4), (
-            "SUBS: log softmax of predict(z, cache) where z is masked, row by row, in float32")
+            "SUBS: log softmax of the masked logits, row by row, in float32")
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.7])
@@ -669,7 +670,7 @@ def test_bound_of_an_oracle_is_the_entropy():
     x = torch.tensor(LANGUAGE).repeat(2000, 1)
     nats = tadm.bound(posterior(LANGUAGE, 3), x, None, generator=rng(), draws=4)
     assert nats.shape == (len(x),), "one value per row"
-    mean_is(nats, math.log(5) / 4, "Theorem 5.1, T -> infinity: an oracle's bound is the entropy. "
+    mean_is(nats, math.log(5) / 4, "Theorem 5.1, T -> infinity: the entropy of the data. "
             "Look at: the weight L/n of n masks, and n = L being as likely as the others")
 
 
@@ -840,7 +841,7 @@ def test_draw_is_softmax_in_float32_unless_told_otherwise():
 
 
 def recorded(model, batch_size, seq_len, steps, refresh_every=1, **options):
-    """A run of the sampler: its result, its stats, and (before, after, age) of every step."""
+    """A run of the sampler: z, stats, and (before, after, age) of every step."""
     rows = []
 
     def callback(step, z, age):
@@ -883,7 +884,7 @@ def test_sampler_conf_remasks_the_doubtful():
     share = weight / weight.sum(1, keepdim=True).clamp_min(1e-9)
     excess = ((before != 2) & (after == 2)).float() - share
     for half, name in ((excess[:, :2], "sure"), (excess[:, 2:], "doubtful")):
-        mean_is(half.mean(1), 0, f"conf: {name} tokens remasked, less softmax(-probability)")
+        mean_is(half.mean(1), 0, f"conf: share of {name} tokens, less the right one")
 
 
 @pytest.mark.parametrize("spacing", ["even", "log"])
@@ -903,7 +904,7 @@ def test_cache_is_made_when_it_is_due(steps, K, spacing):
     for j, (z, cache) in enumerate(model.predicted):
         assert torch.equal(z, before[j]), f"Algorithm 1: step {j} predicts from the canvas before"
         assert torch.equal(cache, before[last[j]]), (
-            f"Algorithm 1: step {j} uses the anchor of step {last[j]}, and nobody writes into it")
+            f"Algorithm 1: step {j} uses the anchor of step {last[j]}")
 
 
 @torch.no_grad()
@@ -1192,12 +1193,12 @@ def test_order_against_all_prefixes():
             places = ranked(row, entropy)
             n = [n for n in range(len(places)) if entropy[row, places[:n]].sum() <= budget]
             assert set(got[row].nonzero()[:, 0].tolist()) == set(places[: len(n)]), (
-                f"Algorithm 2: ascending entropy, while the sum BEFORE a position is <= {budget}")
+                f"Algorithm 2: while the sum of entropies BEFORE is <= {budget}")
     n = torch.arange(3, 43)[:, None] % 8
     got = tadm.most_certain(logits, allowed, "confidence", n=n)
     for row in range(40):
         assert set(got[row].nonzero()[:, 0].tolist()) == set(ranked(row, -likeliest)[: n[row]]), (
-            "confidence: the n allowed positions with the likeliest tokens")
+            "confidence: the n positions with the likeliest tokens")
 
 
 @pytest.mark.parametrize("order,budget,steps,K,needed", [
@@ -1223,7 +1224,7 @@ def test_sampler_by_entropy_of_an_exact_oracle():
 
 
 def unmasked_toy(table, stale=False):
-    """A uniform-state model whose logits hang on a token, or (stale) on what its cache saw."""
+    """A uniform-state model: logits from the token, or (stale) from that of the cache."""
 
     def logits(canvas, cache):
         seen = cache if stale else canvas
@@ -1307,9 +1308,9 @@ def test_uniform_objectives_of_a_fixed_prediction():
     close(ce, -math.log(x_theta[0]), 1e-5, "cross-entropy at all positions")
     assert model.graded == [False, True] * 8, "the first prediction has no gradient"
     (first, _), ((z, p), _) = model.predicted[-2:]
-    assert torch.equal(first, z[:1500]), "the first prediction is of the same noisy tokens"
+    assert torch.equal(first, z[:1500]), "the first prediction is of the same z"
     assert torch.allclose(p[:1500], table.softmax(-1)[first]) and not p[1500:].any(), (
-        "self-conditioning: the first prediction in half of the rows, else zeros")
+        "self-conditioning: the first prediction, in half of the rows")
 
 
 def test_uniform_anchor_is_stale_and_its_teacher_fresh():
@@ -1344,7 +1345,7 @@ def test_uniform_step_is_algorithm_2():
             accepted = eta > 0 or place == 0  # eta = 0: one alone, that of least entropy
             share = float(truth[0, place, token]) if accepted else 1 / 4
             mean_is(z[:, place] == token, share, f"Algorithm 2, eta = {eta}, place {place}: "
-                    "accepted tokens are drawn from p, all others are fresh uniform noise")
+                    "accepted tokens are drawn from p, others are fresh noise")
     rows = tadm.uniform_step(logits[:2], torch.tensor([[1.0], [0.25]]), 0.1, rng())[1]
     each = [tadm.uniform_step(logits[:1], t, 0.1, rng())[1][0] for t in (1.0, 0.25)]
     assert torch.allclose(rows, torch.stack(each)), "every row has its own time"
@@ -1426,7 +1427,7 @@ def test_rollout_without_masks():
     assert (noise - t - age / T).abs().max() < 0.15, "Eq. 13: x with noise of time i_a / T"
     assert torch.equal(z[age == 0], start[age == 0]) and not p[age == 0].any(), "age 0: no step"
     moved = (z != start)[age > 0].float().mean()
-    close(moved, 39 / 40, 0.01, "Algorithm 2, equal entropies: all but one become noise")
+    close(moved, 39 / 40, 0.01, "Algorithm 2: all but one become noise")
     truth = (row / (0.4 + 0.4 * (t + 1 / T))[:, None, None]).softmax(-1).expand_as(p)
     assert torch.allclose(p[age > 0], truth[age > 0], atol=1e-5), "Algorithm 2: p of the last step"
     assert torch.equal(model.predicted[1][0][0][age == 1], z[age == 1]), "done rows stay"
@@ -2262,8 +2263,8 @@ EQUATION = r"Eq\. [\d\-, ]*\d|Theorem [\d.]*\d|Algorithm \d|[Aa]ppendix C.2|Sect
 
 
 def blank(source, names):
-    """The source with the bodies of these functions, or of all methods of these classes, replaced
-    by a NotImplementedError that names the equation. Docstrings stay. Raises UserError."""
+    """The source with a NotImplementedError that names the equation in place of the bodies of
+    these functions, or of all methods of these classes. Raises UserError."""
     found, lines = {}, source.split("\n")
     for node in ast.parse(source).body:
         for f in node.body if isinstance(node, ast.ClassDef) else [node]:
@@ -2274,7 +2275,7 @@ def blank(source, names):
         if not any(f"{n}.".startswith(f"{name}.") for n in found):
             near = difflib.get_close_matches(name, found, 3, 0.5) or NAMES
             raise train_toy.UserError(f"tadm.py has no {name}; it has {', '.join(near)}")
-    for name, (f, doc) in reversed(found.items()):  # from the end, so that line numbers hold
+    for name, (f, doc) in reversed(found.items()):  # backwards: line numbers hold
         if name in names or name.partition(".")[0] in names:
             start = f.body[1 if ast.get_docstring(f) else 0]
             first = start.lineno
@@ -2287,12 +2288,12 @@ def blank(source, names):
 
 
 def wave(shape, k):
-    """sin(k + i^2 / 10) for i = 0, 1, .. in row-major order: full rank, without random numbers."""
+    """sin(k + i^2 / 10) for i = 0, 1, .. in row-major order: of full rank."""
     return np.sin(k + np.arange(math.prod(shape)) ** 2 / 10).reshape(shape)
 
 
 def wavy_weights(module):
-    """{name: array} with the names and shapes of a module's weights, and our own numbers."""
+    """{name: array}: numbers for all weights of a module."""
     w = {}
     for k, (name, weight) in enumerate(module.state_dict().items(), 1):
         if weight.dim() == 2:
@@ -2305,7 +2306,7 @@ def wavy_weights(module):
 
 
 def vectors():
-    """{name: float64 or int64 array}; "about" says what they are. All numbers are from numpy."""
+    """{name: float64 or int64 array}, from numpy alone; see ABOUT."""
     V, L = SIZES["vocab_size"], SIZES["seq_len"]
     x = np.arange(2 * L).reshape(2, L) * 5 % V
     z_t, z_stale = x.copy(), x.copy()
@@ -2364,7 +2365,7 @@ def test_vectors_are_what_our_code_computes(tmp_path, monkeypatch):
     def load(network, name):
         prefix = f"{name}.w."
         w = {k.removeprefix(prefix): a.float() for k, a in v.items() if k.startswith(prefix)}
-        network.load_state_dict(w)  # refuses missing and unknown names and other shapes
+        network.load_state_dict(w)  # refuses other names and shapes
         return network
 
     def agree(got, name):
@@ -2402,8 +2403,8 @@ def test_homework_keeps_all_but_the_bodies(capsys, tmp_path, monkeypatch):
                                       (module.PairedFusion(8, 4), 3, "Eq. 48-56")):
         with pytest.raises(NotImplementedError, match=equation):
             call(*[None] * arguments)
-    assert "# 1. Noise, and more noise" not in printed, "a comment tells what was in a body"
-    assert printed.count("raise NotImplementedError") == 5, "two of GatedFusion, one of the others"
+    assert "# 1. Noise, and more noise" not in printed, "a comment tells what was there"
+    assert printed.count("raise NotImplementedError") == 5, "GatedFusion has two"
 
     def outline(source):
         defined = [n for n in ast.walk(ast.parse(source))
@@ -2417,7 +2418,7 @@ def test_homework_keeps_all_but_the_bodies(capsys, tmp_path, monkeypatch):
 
 
 def test_homework_is_graded_one_thing_at_a_time(tmp_path):
-    """A module with open, wrong and missing functions and type hints, graded by itself."""
+    """A module with open, wrong and missing functions, and type hints."""
     source = blank(inspect.getsource(reference), ["corrupt_further"])
     for old, new in (("def corrupt_further(z_t, ", "def corrupt_further(z_t: torch.Tensor, "),
                      ("sigma_max = min(1.0, ", "sigma_max = max(1.0, "),
@@ -2425,7 +2426,7 @@ def test_homework_is_graded_one_thing_at_a_time(tmp_path):
                       "    x[u < t[:, None]] = mask_id\n    return x")):
         assert source.count(old) == 1
         source = source.replace(old, new)
-    source += "\ndel sample_times\nlayer_calls = 5\nbound = min  # a builtin has no signature\n"
+    source += "\ndel sample_times\nlayer_calls = 5\nbound = min\n"  # min has no signature
     (tmp_path / "half_done.py").write_text(source, encoding="utf-8")
     chosen = "forward or further or times or loss or schedule or draw or defaults"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line",
@@ -2454,7 +2455,7 @@ def test_homework_that_loops_is_stopped():
 
 
 def test_homework_table_of_the_readme():
-    """Each row's -k selects the tests of the functions that it names, and no others."""
+    """Each row's -k selects the tests of the functions that it names."""
     text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r'^\| *\d+ \| (.*?) \| .*? \| `"?([a-z ]+)"?` \|', text, re.MULTILINE)
     tests = [name for name in globals() if name.startswith("test_")]
@@ -2471,18 +2472,18 @@ def test_homework_table_of_the_readme():
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Homework and test vectors made from tadm.py.")
+    parser = argparse.ArgumentParser(description="Homework and test vectors.")
     parser.error = train_toy.fail
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--blank", nargs="+", metavar="NAME",
-                      help="print tadm.py without the bodies of these functions or classes")
+                      help="print tadm.py without these bodies")
     what.add_argument("--vectors", metavar="FILE.npz", help="write inputs and all results")
     args = parser.parse_args(argv)
     if args.blank:
         print(blank(inspect.getsource(reference), args.blank), end="")
         return 0
     if not args.vectors.endswith(".npz"):
-        raise train_toy.UserError(f"--vectors {args.vectors}: the name must end in .npz")
+        raise train_toy.UserError(f"--vectors {args.vectors} must end in .npz")
 
     def write(part):
         with open(part, "wb") as file:
