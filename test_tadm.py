@@ -15,6 +15,7 @@ import argparse
 import ast
 import collections
 import contextlib
+import copy
 import difflib
 import functools
 import hashlib
@@ -168,9 +169,7 @@ def hands_off(function, title):
 @pytest.fixture(autouse=True)
 def one_thing_at_a_time(request, monkeypatch):
     """A test of one thing gets our version of the others: a wrong sampler cannot fail the loss.
-
-    Exchanged are functions and fusions, where the module's are called in the same way as ours.
-    """
+    Exchanged are functions and fusions, where the module's are called in the same way as ours."""
     about = GROUPS.get(request.function.__name__.split("_")[1], ())
     for name in set(NAMES) - NETWORKS - set(about):
         ours = getattr(reference, name)
@@ -215,20 +214,16 @@ def close(actual, expected, tolerance, message):
 
 def mean_is(values, truth, message):
     """The mean of independent values, or the share of True, within five standard errors."""
-    n = values.numel()
-    if values.dtype == torch.bool:
-        spread = math.sqrt(max(0, truth * (1 - truth)))
-    else:
-        spread = float(values.std())
-    tolerance = 5 * spread / math.sqrt(n) + 2 / n
-    close(values.double().mean(), truth, tolerance, message)
+    n, share = values.numel(), values.dtype == torch.bool
+    spread = math.sqrt(abs(truth * (1 - truth))) if share else float(values.std())
+    close(values.double().mean(), truth, 5 * spread / math.sqrt(n) + 2 / n, message)
 
 
 def repeats(draw):
     """Every random number comes from the generator, and it is used."""
     one, again, other = (draw(rng(seed)) for seed in (1, 1, 2))
-    assert torch.equal(one, again), "random numbers must come from the given generator, all of them"
-    assert not torch.equal(one, other), "random numbers must come from the given generator"
+    assert torch.equal(one, again), "all random numbers must come from the given generator"
+    assert not torch.equal(one, other), "the given generator must be used"
 
 
 def refuses(call, *cases):
@@ -239,7 +234,7 @@ def refuses(call, *cases):
 
 
 class Toy:
-    """A model that keeps what it is asked. logits: a function of z and cache, or all are equal."""
+    """A model that keeps what it is asked. logits: a function of z and cache."""
 
     def __init__(self, vocab_size, logits=None):
         self.mask_id = vocab_size
@@ -247,12 +242,12 @@ class Toy:
         self.refreshed, self.predicted, self.graded = [], [], []
 
     def refresh(self, z):
-        self.refreshed.append(z.clone())
+        self.refreshed.append(copy.deepcopy(z))
         self.graded.append(torch.is_grad_enabled())
         return z  # as PostTrained, which holds the canvas: nobody may write into it later
 
     def predict(self, z, cache):
-        self.predicted.append((z.clone(), cache.clone()))
+        self.predicted.append(copy.deepcopy((z, cache)))
         self.graded.append(torch.is_grad_enabled())
         return self.logits(z, cache)
 
@@ -286,7 +281,7 @@ def untrained(kind, module=reference, **sizes):
 
 
 def shaken(network, size=0.3):
-    """The network with noise on all of its weights that train: none is left at zero or one."""
+    """The network with noise on all of its weights that train."""
     torch.manual_seed(1)
     with torch.no_grad():
         for p in network.parameters():
@@ -427,18 +422,6 @@ def np_paired_fusion(w, c, c_cached, h_cached, n_heads):
     return states | {"m": m, "gate": g, "h_fused": h_fused}
 
 
-def np_schedule(kind, t, s, eta=None):
-    """alpha_t, alpha_s, sigma of ReMDM. loop: up to 0.9 at t = 0.55, flat to 0.05, up to 1."""
-    if kind == "loop":
-        alphas = np.interp([t, s], [0, 0.05, 0.55, 1], [1, 0.9, 0.9, 0])
-        return *alphas, (0.02 if eta is None else eta) * (s >= 0.05 and t <= 0.55)
-    eta = 0.04 if eta is None else eta
-    sigma_max = min(1.0, s / (1 - t)) if t < 1 else 1.0  # (1 - alpha_s) / alpha_t
-    sigma = {"none": 0.0, "cap": min(eta, sigma_max), "rescale": eta * sigma_max,
-             "conf": sigma_max}
-    return 1 - t, 1 - s, sigma[kind]
-
-
 def np_ce(logits, x, masked, t):
     """The terms of Theorem 5.1: cross-entropy / t where masked, else 0, all (B, L)."""
     p = np.take_along_axis(np_softmax(logits), x[..., None], 2)[..., 0]
@@ -461,9 +444,15 @@ def fusion_layers(fusion, d):
 
 
 def test_fusion_against_numpy():
-    fusion = shaken(tadm.GatedFusion(6), 1.0)
+    fusion = tadm.GatedFusion(6)
     linear, norms = fusion_layers(fusion, 6)
     c, h = torch.randn(2, 5, 6).requires_grad_(), (3 * torch.randn(2, 5, 6)).requires_grad_()
+    start, truth = fusion(c * 1, h * 1), torch.nn.functional.layer_norm(h, (6,))
+    assert torch.allclose(start, truth, atol=1e-5), "Eq. 59: LN(h) at first, as W_2 = 0, b_2 = 0"
+    (start * torch.randn(6)).sum().backward()
+    left = idle([("W_2, which starts at zero but must learn", linear[2].weight), ("h", h)])
+    assert not left, f"Eq. 58-59: no gradient reaches {left}"
+    shaken(fusion, 1.0)
     got, errors = fusion(c * 1, h * 1), []
     names = ["gate", "up", "down", "norm_c", "norm_h", "norm_out"]
     for order in itertools.permutations(norms):  # which LayerNorm is whose is free, too
@@ -476,18 +465,6 @@ def test_fusion_against_numpy():
     (got * torch.randn(6)).sum().backward()
     left = idle([("c", c), ("h", h), *fusion.named_parameters()])
     assert not left, f"Eq. 57-59: no gradient reaches {left}"
-
-
-def test_fusion_starts_as_the_normalised_anchor():
-    torch.manual_seed(0)
-    fusion = tadm.GatedFusion(8)
-    (_, _, down), _ = fusion_layers(fusion, 8)
-    c, h = torch.randn(2, 3, 8), (5 * torch.randn(2, 3, 8)).requires_grad_()
-    got, truth = fusion(c, h * 1), torch.nn.functional.layer_norm(h, (8,))
-    assert torch.allclose(got, truth, atol=1e-5), "Eq. 59: LN(h) at first, as W_2 = 0, b_2 = 0"
-    (got * torch.randn(8)).sum().backward()
-    left = idle([("W_2, which starts at zero but must learn", down.weight), ("h", h)])
-    assert not left, f"Eq. 58-59: no gradient reaches {left}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -526,10 +503,10 @@ def test_model_who_sees_what(kind, reads_canvas, reads_anchor):
         ("the cached canvas", model.predict(z, model.refresh(other)), reads_anchor),
     ):
         assert torch.equal(changed, logits) != must, (
-            f"Eq. 5, 8, 10: does the prediction of {kind} depend on {what}? It must: {must}")
+            f"Eq. 5, 8, 10: that {kind} depends on {what} must be {must}")
     logits.square().sum().backward()
     left = [name for name in idle(model.named_parameters()) if "anchor_head" not in name]
-    assert not left, f"Eq. 7-10: nothing may be detached: no gradient reaches {left} of {kind}"
+    assert not left, f"Eq. 7-10: no gradient reaches {left} of {kind}"
     long = torch.zeros(1, 7).long()
     refuses(lambda z: (model.refresh(z), model.predict(z, cache)), {"z": long})
 
@@ -542,12 +519,12 @@ def test_model_sizes_and_start():
     sizes = {"vocab_size": 500, "seq_len": 500}
     model = untrained("TADM", tadm, **sizes)
     same_layout(model, untrained("TADM", **sizes))
-    close(model.token.weight.std(), 0.8, 0.05, "large initial embeddings, standard deviation")
+    close(model.token.weight.std(), 0.8, 0.05, "large initial embeddings: standard deviation")
     close(model.position.std(), 0.05, 0.005, "small initial positions, standard deviation")
     assert (model.norm.weight == 8).all(), "the final norm's gain starts at 8"
 
 
-# --------------------------------------------------------------------------- forward process
+# ------------------------------------------------------------------------------ training
 
 
 def test_forward_masks_a_share_t():
@@ -573,33 +550,31 @@ def test_further_hides_more_of_the_same_canvas():
     for row, share in zip(z_stale, (2 / 7, 0.5, 1, 1)):
         mean_is(row == 7, share, "Eq. 15: a visible token is masked with 1 - alpha_t' / alpha_t")
     repeats(lambda g: tadm.corrupt_further(z, t, t_stale, 7, g))
-    g, x = rng(), torch.arange(50).repeat(200, 1)
-    t = torch.rand(200, generator=g)
-    z = reference.corrupt(x, t, 50, g)
-    z_stale = tadm.corrupt_further(z, t, (t + 0.3).clamp(max=1), 50, g)
+    x, t = torch.arange(50).repeat(200, 1), torch.rand(200, generator=rng())
+    z = reference.corrupt(x, t, 50, rng())
+    z_stale = tadm.corrupt_further(z, t, (t + 0.3).clamp(max=1), 50, rng(1))
     assert (z_stale[z == 50] == 50).all(), "Eq. 15: z_t' is made from z_t, not anew from x"
-    assert torch.equal(tadm.corrupt_further(z, t, t, 50, g), z), "Eq. 15: age 0 gives z_t' = z_t"
-    z_stale = tadm.corrupt_further(z, t, torch.ones(200), 50, g)
-    assert (z_stale == 50).all(), "Eq. 15: t' = 1 masks all"
+    same = tadm.corrupt_further(z, t, t, 50, rng(1))
+    assert torch.equal(same, z), "Eq. 15: age 0 gives z_t' = z_t"
     earlier = torch.where(t > t.median(), t, 0.5 * t)
     refuses(tadm.corrupt_further, {"z_t": z, "t": t, "t_stale": earlier, "mask_id": 50})
-
-
-# ------------------------------------------------------------------------------------- times
 
 
 def test_times_are_antithetic_and_not_tied_to_rows():
     draws = torch.stack([tadm.sample_times(8, [1], [128], rng(i))[0] for i in range(400)])
     ends = float(draws.min()), float(draws.max())
-    assert 1e-3 <= ends[0] and ends[1] <= 1, f"C.2: t ~ U(1e-3, 1), rescaled, here from {ends}"
+    assert 1e-3 <= ends[0] and ends[1] <= 1, f"C.2: t ~ U(1e-3, 1), not {ends}"
     strata = ((draws - 1e-3) / (1 - 1e-3) * 8).floor().clamp(0, 7).sort(dim=1).values
-    assert (strata == torch.arange(8.0)).all(), "C.2: antithetic: one t in each of B equal strata"
+    assert (strata == torch.arange(8.0)).all(), "C.2: one t in each of B equal strata"
     for row in range(8):
-        mean_is(draws[:, row], 0.5, f"C.2: over many batches row {row} must meet all strata")
+        mean_is(draws[:, row], 0.5, f"C.2: row {row} must meet all strata")
 
 
-def test_times_of_the_anchor():
-    t, t_stale = tadm.sample_times(40_000, [1, 4], [10, 1000], rng())
+@pytest.mark.parametrize("B,n", [(40_000, 1), (2, 3000)])
+def test_times_of_the_anchor(B, n):
+    """Nothing may hang on the stratum, which is one of few numbers in batches of two."""
+    batches = [tadm.sample_times(B, [1, 4], [10, 1000], rng(i)) for i in range(n)]
+    t, t_stale = map(torch.cat, zip(*batches))
     assert (t_stale >= t).all() and t_stale.max() <= 1, "C.2: t' = min(1, t + k/T)"
     inside = t < 0.69  # no clamping there: at most 3/10
     shift = (t_stale - t)[inside]
@@ -607,38 +582,23 @@ def test_times_of_the_anchor():
     for value, share in shares.items():
         mean_is((shift - value).abs() < 1e-5, share, "C.2: t' = t + k/T, with its own K, T and "
                 f"k < K in each row; share of t' - t = {value}, K is 1 or 4, T is 10 or 1000")
-    place = (t - 1e-3) / (1 - 1e-3) * 40_000 % 1  # within the stratum
-    for what, value in (("t", t), ("the place of t in its stratum", place)):
+    place = (t - 1e-3) / (1 - 1e-3) * B % 1
+    mean_is(place[t < 0.5], 0.5, "C.2: within its stratum t is uniform")
+    for what, value in (("t", t), ("the half that t is in", (t > 0.5005).float()),
+                        ("the place of t in its stratum", place)):
         r = torch.corrcoef(torch.stack([value[inside], shift]))[0, 1]
-        close(r, 0, 0.03, f"C.2: K, T and the age are independent of {what}; correlation")
+        close(r, 0, 5 / math.sqrt(len(shift)), f"C.2: K, T, k hang on {what}; correlation")
     repeats(lambda g: torch.stack(tadm.sample_times(40, [1, 4], [10, 1000], g)))
 
 
-def test_times_are_independent_in_small_batches():
-    """In batches of two, strata are drawn from few numbers: nothing else may hang on these."""
-    batches = [tadm.sample_times(2, [1, 4], [10, 25], rng(i)) for i in range(2000)]
-    t, t_stale = map(torch.cat, zip(*batches))
-    upper, place = (t > 0.5005).float(), (t - 1e-3) / (1 - 1e-3) * 2 % 1
-    mean_is(place[upper == 0], 0.5, "C.2: within its stratum t is uniform")
-    older = t_stale > t + 1e-6
-    for what, values, keep in (("K and the age", older.float(), t < 2),
-                               ("T", t_stale - t, older & (t < 0.69))):
-        r = torch.corrcoef(torch.stack([upper[keep], values[keep]]))[0, 1]
-        tolerance = 5 / math.sqrt(keep.sum())
-        close(r, 0, tolerance, f"C.2: {what} must be independent of the stratum of t; correlation")
-
-
-# ----------------------------------------------------------------------------------- refresh
-
-
 @pytest.mark.parametrize("steps,K,due", [
-    (10, 4, [0, 2, 5]), (10, 1, range(10)), (10, 20, [0]), (1, 3, [0]), (9, 3, [0, 1, 4]),
-    (8, 4, [0, 2]), (12, 2, [0, 1, 2, 3, 6, 8])])
+    (10, 4, [0, 2, 5]), (10, 20, [0]), (9, 3, [0, 1, 4]), (8, 4, [0, 2]),
+    (12, 2, [0, 1, 2, 3, 6, 8])])
 def test_refresh_log_by_hand(steps, K, due):
     """v_k = 0.2 * 6^(k/n) - 0.2: for n = 3 0.163, 0.460; for n = 2 0.290; for n = 6 0.070, 0.163,
     0.290, 0.460, 0.690; times T, rounded."""
     got = list(tadm.refresh_steps(steps, K, "log"))
-    assert got == list(due), f"log, T = {steps}, K = {K}: computed at {got}, due at {list(due)}"
+    assert got == due, f"log, T = {steps}, K = {K}: computed at {got}, due at {due}"
 
 
 def test_refresh_has_as_many_anchors_either_way():
@@ -653,9 +613,6 @@ def test_refresh_has_as_many_anchors_either_way():
             {"call": (5, 1, "odd")})
 
 
-# -------------------------------------------------------------------------------------- loss
-
-
 def test_loss_reads_the_predictions_at_masked_positions():
     V, table = 11, torch.randn(12, 11, generator=rng())
     z = torch.tensor([[0, V, V, V, 1, V], [V, V, 2, V, 0, 0], [0, 1, 2, 0, 1, 2]])
@@ -665,15 +622,7 @@ def test_loss_reads_the_predictions_at_masked_positions():
         truth = model.predict(z, cache)[z == V].double().log_softmax(-1)
         got = tadm.log_probs(model, z, cache)
         assert got.dtype == torch.float32 and torch.allclose(got.double(), truth, atol=1e-4), (
-            "SUBS: log softmax of predict(z, cache) where z is masked, row by row, in float32")
-
-
-def test_loss_weighs_each_token_by_its_row():
-    masked = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
-    each, t = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0.5, 0.0, 0.25])
-    got = tadm.weighted_mean(each, masked, t).tolist()
-    truth = [7 / 0.5 / 4, 0, 8 / 0.25 / 4]
-    assert got == truth, f"Theorem 5.1: sum of masked values / t / L, in rows {truth}, not {got}"
+            "SUBS: log softmax of the masked logits, row by row, in float32")
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.7])
@@ -691,8 +640,8 @@ def test_loss_is_recomputed_from_the_canvases(gamma):
     z_t, z_stale = model.predicted[-1]
     assert torch.equal(model.refreshed[-1], z_stale), "the cache must be what refresh returned"
     hidden, stale = (z_t == V).numpy(), (z_stale == V).numpy()
-    assert stale.sum() > hidden.sum(), "Theorem 5.1: z_t' has more masks. Is it swapped with z_t?"
-    assert stale[hidden].all(), "Eq. 15: z_t' shows what z_t hides; it is z_t corrupted further"
+    assert stale.sum() > hidden.sum(), "Theorem 5.1: z_t' and z_t are swapped"
+    assert stale[hidden].all(), "Eq. 15: z_t' shows what z_t hides"
     left, x, t, t_stale = (v.numpy() for v in (z_stale.roll(1, dims=1), x, t, t_stale))
     table, anchor = (v.double().numpy() for v in (table, anchor))
     truth = np_ce(table[left], x, hidden, t).mean()
@@ -714,17 +663,14 @@ def test_loss_without_masks_and_with_nan():
     assert not left, f"Theorem 5.1: with gamma > 0 no gradient reaches {left}"
     broken = Toy(3, lambda z, cache: torch.where(z == 3, 0.0, math.nan)[..., None].expand(2, 6, 3))
     assert tadm.t_anelbo(broken, x, half, half, generator=rng()).isfinite(), (
-        "a NaN at a visible position must not reach the loss: select the masked, don't multiply")
-
-
-# ------------------------------------------------------------------------------------- bound
+        "a NaN at a visible place reaches the loss: select the masked, don't multiply")
 
 
 def test_bound_of_an_oracle_is_the_entropy():
     x = torch.tensor(LANGUAGE).repeat(2000, 1)
     nats = tadm.bound(posterior(LANGUAGE, 3), x, None, generator=rng(), draws=4)
     assert nats.shape == (len(x),), "one value per row"
-    mean_is(nats, math.log(5) / 4, "Theorem 5.1, T -> infinity: an oracle's bound is the entropy. "
+    mean_is(nats, math.log(5) / 4, "Theorem 5.1, T -> infinity: the entropy of the data. "
             "Look at: the weight L/n of n masks, and n = L being as likely as the others")
 
 
@@ -732,11 +678,9 @@ def test_bound_of_an_oracle_is_the_entropy():
                                          (16, 4, "even"), (5, 8, "even"), (12, 6, "log")])
 def test_bound_of_t_steps_in_closed_form(T, K, spacing):
     """Twins 00, 11: a masked token costs ln 2 exactly if the other one is masked too.
-
     Step i has two tokens, weight 1/i, P(masked) = i/T. A predictor that reads z_t finds the other
     one masked with probability i/T; one that reads only the anchor, with t' of the step at which
-    the anchor was computed. The teacher, who reads z_t, is sure in the difference of the two.
-    """
+    the anchor was computed. The teacher, who reads z_t, is sure in the difference of the two."""
     x = torch.tensor(TWINS).repeat(3000, 1)
     due = reference.refresh_steps(T, K, spacing)
     t = sum(1 - j / T for j in range(T))
@@ -748,8 +692,8 @@ def test_bound_of_t_steps_in_closed_form(T, K, spacing):
         mean_is(nats, truth * math.log(2) / T, f"Theorem 5.1, {name}, T = {T}, K = {K}, {spacing}: "
                 f"weight 1/i, anchors of the steps {due}; with a teacher KL(teacher || model)")
     for (z, cache), (seen, own) in zip(stale.predicted[-8:], teacher.predicted):
-        assert (cache[z == 2] == 2).all(), "Eq. 15: in the bound too, z_t' hides what z_t hides"
-        assert torch.equal(z, seen) and torch.equal(z, own), "the teacher sees all of z_t, fresh"
+        assert (cache[z == 2] == 2).all(), "Eq. 15: z_t' hides what z_t hides"
+        assert torch.equal(z, seen) and torch.equal(z, own), "the teacher sees all of z_t"
     for model in (stale, teacher):
         assert len(model.refreshed) == len(model.predicted), "Eq. 8: the cache is from refresh"
 
@@ -765,7 +709,7 @@ def test_bound_repeats_without_gradients_and_refuses():
     refuses(call, {"steps": 0}, {"steps": 2, "refresh_every": 0}, {"steps": 2, "draws": 0})
 
 
-# ------------------------------------------------------------------------------ reverse step
+# ------------------------------------------------------------------------------ sampling
 
 
 @pytest.mark.parametrize("alpha_t,alpha_s,sigma,cut", [
@@ -781,11 +725,11 @@ def test_reverse_step_frequencies(alpha_t, alpha_s, sigma, cut):
     new = tadm.reverse_step(z, logits, alpha_t, alpha_s, sigma, 3, fixed=fixed, generator=rng())
     reveal = (alpha_s - (1 - cut) * alpha_t) / (1 - alpha_t)
     what = f"Eq. 17, alpha {alpha_t} to {alpha_s}, sigma = {sigma}"
-    mean_is(new[0] != 3, reveal, f"{what}: share of the masks that are revealed, in a prompt also")
-    assert alpha_s < 1 or (new[0] != 3).all(), f"{what}: no mask is left by a step to alpha_s = 1"
+    mean_is(new[0] != 3, reveal, f"{what}: share of the masks that are revealed")
+    assert alpha_s < 1 or (new[0] != 3).all(), f"{what}: a mask is left at alpha_s = 1"
     for token in range(3):
         mean_is(new[0] == token, reveal * p[token], f"{what}: share of masks that become {token}")
-    mean_is(new[1, 1::2] == 3, cut, f"{what}: share of the visible tokens that are remasked")
+    mean_is(new[1, 1::2] == 3, cut, f"{what}: share of tokens that are remasked")
     assert (new[1, ::2] == 0).all(), "Eq. 17: tokens of a prompt (fixed) are never remasked"
     assert set(new[1].unique().tolist()) <= {0, 3}, "Eq. 17: a visible token stays or is masked"
 
@@ -798,11 +742,11 @@ def test_reverse_step_by_confidence():
     fixed = (torch.arange(6) == 4).repeat(n, 1)
     new = tadm.reverse_step(z, torch.zeros(n, 6, 3), 0.4, 0.5, 0.8, 3, fixed=fixed,
                             confidence=confidence, generator=rng())
-    weight = np.exp([-0.9, -0.5, -0.1, -0.3])
-    for place, share in zip((0, 1, 2, 5), weight / weight.sum()):
-        mean_is(new[:, place] == 3, 0.8 * share, f"ReMDM, conf: token {place} is remasked with "
+    weight = np.exp([-0.9, -0.5, -0.1, -math.inf, -math.inf, -0.3])
+    for place in (0, 1, 2, 4, 5):
+        share = 0.8 * weight[place] / weight.sum()
+        mean_is(new[:, place] == 3, share, f"ReMDM, conf: token {place} is remasked with "
                 "sigma * softmax(-confidence) over the visible tokens that are not fixed")
-    assert (new[:, 4] == 0).all(), "Eq. 17: a fixed token is never remasked"
     mean_is(new[:, 3] != 3, 0.1 / 0.6, "Eq. 17: conf leaves a masked token's sigma 0")
     z, confidence = torch.full((1, n), 3), torch.ones(1, n)
     new = tadm.reverse_step(z, torch.zeros(1, n, 3), 0.4, 0.7, 1e4, 3, confidence=confidence,
@@ -817,14 +761,15 @@ def test_reverse_step_is_where_and_then_what():
     fixed, confidence = torch.rand(50, 40, generator=g) < 0.3, torch.full((50, 40), 9.0)
     where = tadm.choose_positions(z, *step, 3, fixed, confidence.clone(), rng(1))
     new = tadm.reverse_step(z, logits, *step, 3, fixed=fixed, confidence=confidence,
-                            temperature=0, generator=rng(1))
+                            temperature=3.0, top_p=0.0, generator=rng(1))
     reveal, remask = (z == 3) & (new != 3), (z != 3) & (new == 3)
     assert reveal.any() and remask.any() and all(map(torch.equal, where, (reveal, remask))), (
         "Eq. 17: choose_positions returns reveal and remask, where a step does that")
-    prob, likeliest = logits.softmax(-1).max(-1)
-    assert torch.equal(new[reveal], likeliest[reveal]), "Eq. 17: each place has its own logits"
+    prob, likeliest = (logits / 3).softmax(-1).max(-1)
+    assert torch.equal(new[reveal], likeliest[reveal]), (
+        "Eq. 17: each place has its own logits; with top_p = 0 the likeliest tokens come")
     assert torch.allclose(confidence, prob.where(reveal, torch.tensor(9.0))), (
-        "ReMDM, conf: the probability of each token when it is revealed; others stay")
+        "ReMDM, conf: the probability of a token when it is revealed, at this temperature")
     repeats(lambda g: tadm.reverse_step(z, logits, *step, 3, generator=g))
     rows = torch.linspace(0.3, 0.6, 50)[:, None]
     bad = [(1.0, 1.0), (0.6, 0.5), (0.5, 1.5), (-0.1, 0.5), (rows, 0.5), (0.5, rows),
@@ -833,39 +778,21 @@ def test_reverse_step_is_where_and_then_what():
             *({"alphas": alphas} for alphas in bad))
 
 
-# Of three tokens with 1/2, 1/4, 1/4: how often the first comes tells which options were used.
-ASKED = [({}, 1 / 2), ({"temperature": 2.0, "top_p": 0.6}, 1 / (1 + math.sqrt(0.5)))]
-LOGITS = torch.tensor([0.5, 0.25, 0.25]).log() + 3
-
-
-@pytest.mark.parametrize("options,share", ASKED)
-def test_reverse_step_draws_as_asked(options, share):
-    z, logits = torch.full((1, 20_000), 3), LOGITS.expand(1, 20_000, 3)
-    z = tadm.reverse_step(z, logits, 0.0, 0.9, 0.0, 3, generator=rng(), **options)
-    mean_is(z == 0, 0.9 * share, f"Eq. 17: share of the likeliest token with {options}")
-
-
-def test_reverse_step_of_a_large_vocabulary(monkeypatch):
-    """V = 50257, reveals of 1/1024, random numbers of 24 bits, made small: 64, 1/64, 10 bits."""
-    rand, n = torch.rand, 40_000
-
-    def coarse(*size, **options):
-        return (rand(*size, **options) * 1024).floor() / 1024
-
-    monkeypatch.setattr(torch, "rand", coarse)
-    z, logits = torch.full((1, n), 64), torch.zeros(1, n, 64)
-    z = tadm.reverse_step(z, logits, 0.0, 1 / 64, 0.0, 64, generator=rng())
-    mean_is(z != 64, 1 / 64, "Eq. 17: share revealed with 1/64 if random numbers have 10 bits. "
-            "Look at: one Gumbel draw over V + 1 outcomes (first decide whether, then draw which)")
-
-
 @pytest.mark.parametrize("kind", reference.REMASK)
 @pytest.mark.parametrize("eta", [None, 0.06])
 def test_schedule_in_closed_form(kind, eta):
+    """Of ReMDM. loop: alpha rises to 0.9 at t = 0.55, is flat to 0.05, and rises to 1."""
+    rate = eta or (0.02 if kind == "loop" else 0.04)
     last = 0.0
     for i in range(40, 0, -1):
         t, s = i / 40, (i - 1) / 40
-        got, truth = tadm.remask_schedule(kind, t, s, eta=eta), np_schedule(kind, t, s, eta)
+        alphas = 1 - t, 1 - s
+        if kind == "loop":
+            alphas = np.interp([t, s], [0, 0.05, 0.55, 1], [1, 0.9, 0.9, 0])
+        sigma_max = min(1, s / (1 - t)) if i < 40 else 1  # (1 - alpha_s) / alpha_t
+        sigma = {"none": 0, "cap": min(rate, sigma_max), "rescale": rate * sigma_max,
+                 "conf": sigma_max, "loop": rate * (s >= 0.05 and t <= 0.55)}
+        got, truth = tadm.remask_schedule(kind, t, s, eta=eta), (*alphas, sigma[kind])
         assert got == pytest.approx(truth, abs=1e-9), f"ReMDM, {kind}, step from t = {t} to {s}"
         assert got[0] == last, "alpha at one step's end starts the next, exactly"
         last = got[1]
@@ -887,9 +814,6 @@ def test_schedule_at_and_beyond_its_limits():
             {"t_off": 0.0}, {"eta": 0.5}, *({"alpha_on": on, "eta": 0.0} for on in (0.0, 1.0)))
 
 
-# ---------------------------------------------------------------------------- drawing tokens
-
-
 @pytest.mark.parametrize("temperature,top_p,kept", [
     (1, 0.0, [1]), (1, 0.4, [1]), (1, 0.6, [1, 3]), (1, 0.81, [1, 3, 0]), (1, 1.0, [1, 3, 0, 2]),
     (0, 1.0, [1]), (0, 0.9, [1]), (0.5, 1.0, [1, 3, 0, 2]), (2.0, 0.8, [1, 3, 0])])
@@ -902,25 +826,22 @@ def test_draw_with_temperature_and_nucleus(temperature, top_p, kept):
     assert torch.allclose(prob, p[ids]), f"{what}: the probability is that before the nucleus"
     for i in range(4):
         share = float(p[i] / p[kept].sum()) if i in kept else 0
-        mean_is(ids == i, share, f"softmax(logits / temperature), {what}, keeps {kept}: token {i}")
+        mean_is(ids == i, share, f"{what}, keeps {kept}: share of token {i}")
 
 
 def test_draw_is_softmax_in_float32_unless_told_otherwise():
     logits = torch.randn(30, generator=rng()).bfloat16().expand(40_000, 30)
     (ids, prob), truth = tadm.draw_tokens(logits, generator=rng()), logits[0].double().softmax(-1)
     for i in range(30):
-        mean_is(ids == i, float(truth[i]), "softmax(logits) is the default: share of a token")
+        mean_is(ids == i, float(truth[i]), "softmax(logits) is the default")
     assert torch.allclose(prob.double(), truth[ids], rtol=1e-4), "probabilities are float32"
     repeats(lambda g: tadm.draw_tokens(logits, generator=g)[0])
     ids, _ = tadm.draw_tokens(torch.zeros(2000, 4), 1.0, 0.5, rng())
-    assert len(ids.unique()) == 2, "nucleus 1/2 of four equal tokens keeps two: they reach it"
-
-
-# ---------------------------------------------------------------------- sampler and cache
+    assert len(ids.unique()) == 2, "nucleus 1/2 of four equal tokens: two reach it"
 
 
 def recorded(model, batch_size, seq_len, steps, refresh_every=1, **options):
-    """A run of the sampler: its result, its stats, and (before, after, age) of every step."""
+    """A run of the sampler: z, stats, and (before, after, age) of every step."""
     rows = []
 
     def callback(step, z, age):
@@ -935,12 +856,13 @@ def recorded(model, batch_size, seq_len, steps, refresh_every=1, **options):
     return z, stats, rows
 
 
-@pytest.mark.parametrize("remask,options", [
-    ("none", {}), ("cap", {"eta": 0.2}), ("rescale", {"eta": 0.5}), ("loop", {}),
-    ("loop", {"eta": 0.1, "t_on": 0.7, "t_off": 0.2, "alpha_on": 0.8})])
-def test_sampler_steps_as_remask_says(remask, options):
+@pytest.mark.parametrize("remask,options,order", [
+    ("none", {}, "random"), ("none", {}, "confidence"), ("cap", {"eta": 0.2}, "random"),
+    ("rescale", {"eta": 0.5}, "random"), ("loop", {}, "random"),
+    ("loop", {"eta": 0.1, "t_on": 0.7, "t_off": 0.2, "alpha_on": 0.8}, "random")])
+def test_sampler_steps_as_remask_says(remask, options, order):
     T = 12
-    _, _, rows = recorded(Toy(3), 300, 200, T, 2, remask=remask, **options)
+    _, _, rows = recorded(Toy(3), 300, 200, T, 2, remask=remask, order=order, **options)
     for j, (before, after, _) in enumerate(rows):
         t, s = (T - j) / T, (T - j - 1) / T
         _, alpha_s, sigma = reference.remask_schedule(remask, t, s, **options)
@@ -962,7 +884,7 @@ def test_sampler_conf_remasks_the_doubtful():
     share = weight / weight.sum(1, keepdim=True).clamp_min(1e-9)
     excess = ((before != 2) & (after == 2)).float() - share
     for half, name in ((excess[:, :2], "sure"), (excess[:, 2:], "doubtful")):
-        mean_is(half.mean(1), 0, f"conf: {name} tokens remasked, less softmax(-probability)")
+        mean_is(half.mean(1), 0, f"conf: share of {name} tokens, less the right one")
 
 
 @pytest.mark.parametrize("spacing", ["even", "log"])
@@ -982,33 +904,39 @@ def test_cache_is_made_when_it_is_due(steps, K, spacing):
     for j, (z, cache) in enumerate(model.predicted):
         assert torch.equal(z, before[j]), f"Algorithm 1: step {j} predicts from the canvas before"
         assert torch.equal(cache, before[last[j]]), (
-            f"Algorithm 1: step {j} uses the anchor of step {last[j]}, and nobody writes into it")
+            f"Algorithm 1: step {j} uses the anchor of step {last[j]}")
 
 
 @torch.no_grad()
-def follows_algorithm_1(model, steps, K, remask="none"):
-    """Algorithm 1 beside a run of the sampler, all computed anew at every step. At temperature 0
-    a revealed token is the likeliest of the prediction from the canvas before the step and the
-    anchor of the last multiple of K. Returns stats."""
-    _, stats, rows = recorded(model, 10, 6, steps, K, remask=remask, temperature=0)
+def follows_algorithm_1(model, steps, K, **options):
+    """Algorithm 1 beside a run of the sampler, all computed anew at every step. With options that
+    take the likeliest token, a revealed one is that of the prediction from the canvas before the
+    step and the anchor of the last multiple of K. Returns stats."""
+    _, stats, rows = recorded(model, 2, 6, steps, K, **options)
+    needed = 0
     for j, (before, after, _) in enumerate(rows):
         if j % K == 0:
             cache = model.refresh(before)
         new = (before == 11) & (after != 11)
-        kept = (before != 11) & ((after != 11) | (remask == "none"))
-        assert torch.equal(after[kept], before[kept]), "SUBS: a visible token stays, or is remasked"
+        kept = (before != 11) & ((after != 11) | ("remask" not in options))
+        assert torch.equal(after[kept], before[kept]), "SUBS: a visible token stays"
         wrong = (after != model.predict(before, cache).argmax(-1))[new]
         assert not wrong.any(), (
             f"Algorithm 1, T = {steps}, K = {K}: tokens revealed at step {j} are not what the "
             f"model predicts from the canvas before it and the anchor of step {j // K * K}")
+        needed += int(new.any())
+    if tadm is reference or stats["denoiser_calls"] < steps:  # to skip nothing is right, but slow
+        assert stats["denoiser_calls"] == needed >= stats["anchor_calls"], (
+            "a step that reveals nothing needs no prediction and no anchor")
     return stats
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps,K,remask", [(40, 1, "none"), (60, 7, "cap")])
-def test_sampler_is_algorithm_1(kind, steps, K, remask):
+@pytest.mark.parametrize("steps,K,options", [(40, 1, {"temperature": 0}),
+                                             (60, 7, {"remask": "cap", "top_p": 0.0})])
+def test_sampler_is_algorithm_1(kind, steps, K, options):
     """K = 1 is the uncached model; skipping what cannot have changed changes nothing."""
-    stats = follows_algorithm_1(random_model(kind), steps, K, remask)
+    stats = follows_algorithm_1(random_model(kind), steps, K, **options)
     anchor = stats["anchor_calls"]
     assert (anchor == 0) == (kind == "MDLM"), "MDLM has no anchor to call"
     depths = (0, 3) if kind == "MDLM" else (2, 1)
@@ -1016,48 +944,18 @@ def test_sampler_is_algorithm_1(kind, steps, K, remask):
     assert stats["layer_calls"] == layers, "Eq. 11 on the calls made"
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps,K,remask", [(90, 4, "none"), (30, 8, "loop")])
-def test_sampler_equals_an_eager_algorithm_1(kind, steps, K, remask):
-    """Algorithm 1 with every anchor and prediction computed, needed or not: the same tokens."""
-    if tadm is not reference:
-        pytest.skip("another implementation may draw its random numbers in another order")
-    model, g, z = random_model(kind), rng(5), torch.full((3, 6), 11)
-    nucleus = {"temperature": 0.7, "top_p": 0.9}
-    for i in range(steps, 0, -1):
-        if (steps - i) % K == 0:
-            cache = model.refresh(z)
-        step = reference.remask_schedule(remask, i / steps, (i - 1) / steps)
-        logits = model.predict(z, cache)
-        z = reference.reverse_step(z, logits, *step, 11, generator=g, **nucleus)
-    got, _ = tadm.sample(model, 3, 6, steps, K, remask=remask, generator=rng(5), **nucleus)
-    assert torch.equal(got, z), "Algorithm 1: what is skipped must change no token"
-
-
-def test_sampler_skips_what_nothing_reads():
-    """One canvas of 6 tokens in 200 steps: no more than 6 steps need a prediction."""
-    model = Toy(4)
-    _, stats = tadm.sample(model, 1, 6, 200, 1, generator=rng())
-    calls = (stats["anchor_calls"], stats["denoiser_calls"])
-    assert calls == (len(model.refreshed), len(model.predicted)), "stats: the calls really made"
-    if tadm is not reference and calls[1] == 200:
-        pytest.skip("everything is computed at every step: right, but slow")
-    assert max(calls) <= 6, "a step that reveals nothing needs no prediction and no anchor"
-
-
 def test_sampler_one_by_one_reproduces_the_data():
     model = posterior(LANGUAGE, 3)
     z, _, rows = recorded(model, 2000, 4, None, 4)
     kept = all((cache == 3).all() for _, cache in model.predicted)
-    assert kept, "steps = None, K = 4: the canvas of the only anchor is not written into later"
+    assert kept, "the canvas of the only anchor is not written into"
     masks = [set((canvas == 3).sum(1).tolist()) for _, canvas, _ in rows]
-    assert masks == [{3}, {2}, {1}, {0}], f"steps = None: one token per step; masks left: {masks}"
+    assert masks == [{3}, {2}, {1}, {0}], f"one token per step; masks left: {masks}"
     for place in range(4):
         first = rows[0][1][:, place] != 3
         mean_is(first, 1 / 4, "steps = None: the first token's place is uniform")
     for row in LANGUAGE:
-        mean_is((z == torch.tensor(row)).all(1), 1 / 5, f"an oracle writes {row} as often as it is")
+        mean_is((z == torch.tensor(row)).all(1), 1 / 5, f"share of the text {row}")
 
 
 @pytest.mark.parametrize("prompt,holes", [
@@ -1073,7 +971,7 @@ def test_sampler_holds_the_prompt_fixed(prompt, holes):
         for canvas in [*(after for _, after, _ in rows), z]:
             assert torch.equal(canvas[~hidden], told[~hidden]), (
                 f"Algorithm 1, remask = {remask}: the prompt was changed; it is held fixed")
-        assert (z < 5).all(), f"Eq. 17: masks are left after {steps} steps, remask = {remask}"
+        assert (z < 5).all(), f"Eq. 17: masks are left, T = {steps}, remask = {remask}"
         assert stats["steps"] == (steps or holes), "steps = None: one step per hidden token"
         assert len(z.unique(dim=0)) > 10 or holes == 0, "each canvas is drawn by itself"
 
@@ -1085,14 +983,17 @@ def test_sampler_refuses_bad_values():
     refuses(lambda **bad: tadm.sample(Toy(3), **right | bad), *({name: 0} for name in right),
             {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf},
             {"top_p": 1.5}, {"top_p": -0.5}, {"remask": "never"},
-            {"steps": None, "remask": "cap"}, *({"prompt": prompt} for prompt in prompts))
+            {"steps": None, "remask": "cap"}, *({"prompt": prompt} for prompt in prompts),
+            {"order": "best"}, {"order": "entropy", "budget": -1.0},
+            {"order": "entropy", "remask": "cap"})
 
 
-@pytest.mark.parametrize("options,share", ASKED)
-def test_sampler_passes_temperature_and_nucleus_on(options, share):
-    model = Toy(3, lambda z, cache: LOGITS.expand(*z.shape, 3))
-    z, _ = tadm.sample(model, 2000, 10, 5, generator=rng(), **options)
-    mean_is(z == 0, share, f"Algorithm 1: share of the likeliest token with {options}")
+def test_sampler_passes_temperature_and_nucleus_on():
+    logits = torch.tensor([0.5, 0.25, 0.25]).log()
+    model = Toy(3, lambda z, cache: logits.expand(*z.shape, 3))
+    z, _ = tadm.sample(model, 2000, 10, 5, temperature=2.0, top_p=0.6, generator=rng())
+    share = 1 / (1 + math.sqrt(0.5))  # the nucleus holds two tokens
+    mean_is(z == 0, share, "Algorithm 1: share of the likeliest token")
 
 
 def test_sampler_defaults_and_statistics():
@@ -1137,7 +1038,7 @@ def test_paired_against_numpy(n_heads):
             "states), the order in J and F, the residual in R and phi, s_H in the result")
     c, c_cached, h = states
     assert torch.equal(fusion(c, c, h), h), "Eq. 55-56: C = C_0 gives M = 0, exactly H_0"
-    assert torch.equal(fresh(c, c_cached, h), h), "Eq. 54: W_up starts at zero, so exactly H_0"
+    assert torch.equal(fresh(c, c_cached, h), h), "Eq. 54: W_up = 0 gives exactly H_0"
 
 
 @pytest.mark.skipif(tadm is not reference, reason="how weights start is our own choice")
@@ -1150,9 +1051,10 @@ def test_paired_starts_with_an_rms_of_1():
 
 
 @pytest.mark.parametrize("naive", [False, True])
-@pytest.mark.parametrize("n_shared,n_denoiser", [(1, 1), (1, 2), (2, 1), (0, 3)])
-def test_split_is_the_base_with_a_corrected_anchor(base, n_shared, n_denoiser, naive):
-    """x_theta(z_t, z_t') put together from the layers of the base by hand."""
+@pytest.mark.parametrize("n_shared,n_denoiser,steps,K", [(1, 1, 9, 3), (1, 2, 8, 1), (2, 1, 5, 9),
+                                                         (0, 3, 9, 2)])
+def test_split_is_the_base_with_a_corrected_anchor(base, n_shared, n_denoiser, steps, K, naive):
+    """x_theta(z_t, z_t') put together from the layers of the base by hand, and these counted."""
     fresh, student = (tadm.PostTrained(base, n_shared, n_denoiser, 4, naive=naive)
                       for _ in range(2))
     same_layout(fresh, reference.PostTrained(untrained("MDLM", n_anchor=3), 1, 1, 4))
@@ -1170,6 +1072,13 @@ def test_split_is_the_base_with_a_corrected_anchor(base, n_shared, n_denoiser, n
             assert torch.allclose(got, truth, atol=1e-5), (
                 f"Section 4: S, A, Phi, D with {n_shared} shared and {n_denoiser} last layers, "
                 f"naive = {naive}; an untrained fusion (W_up = 0) is naive reuse")
+    follows_algorithm_1(student, steps, K, temperature=0)
+    ran = count_layers(student.base.blocks)
+    _, stats = tadm.sample(student, 40, 6, steps, K, generator=rng(4))
+    assert stats["layer_calls"] == len(ran), "layer_calls must be those that ran"
+    every_step = n_shared + n_denoiser
+    truth = steps * every_step + -(-steps // K) * (4 - every_step)
+    assert naive or len(ran) == truth, "Eq. 11: T (L_S + L_D) + ceil(T/K) L_A"
 
 
 def test_split_learns_only_in_the_new_part(base):
@@ -1178,11 +1087,12 @@ def test_split_learns_only_in_the_new_part(base):
     student = tadm.PostTrained(base, 1, 1, 4)
     before = {k: v.clone() for k, v in student.state_dict().items()}
     x = torch.randint(0, 11, (16, 6), generator=rng())
-    for _ in range(3):
+    assert all(p.requires_grad for p in base.parameters()), "Section 4: what is frozen is a copy"
+    for ages in ((0,), (0, 1, 2), (0, 1, 2)):
         assert torch.equal(student.predict(x, student.refresh(x)), base.predict(x, None)), "age 0"
         tokens = [tadm.sample(m, 5, 6, 9, 1, generator=rng(2))[0] for m in (student, base)]
         assert torch.equal(*tokens), "K = 1 is the teacher, bit for bit"
-        tadm.posttrain_loss(student, base, x, 6, generator=rng(1)).backward()
+        tadm.posttrain_loss(student, base, x, 6, ages, generator=rng(1)).backward()
         with torch.no_grad():
             for p in student.parameters():
                 p -= 0.1 * (0 if p.grad is None else p.grad)
@@ -1193,53 +1103,29 @@ def test_split_learns_only_in_the_new_part(base):
         assert torch.equal(p, before[name]) != inside, what
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("naive", [False, True])
-@pytest.mark.parametrize("n_shared,n_denoiser,steps,K", [(1, 1, 9, 3), (1, 2, 8, 1), (2, 1, 5, 9)])
-def test_split_layers_are_counted_as_run(base, naive, n_shared, n_denoiser, steps, K):
-    """The statistics against a count of the layers that ran, and the tokens against Algorithm 1."""
-    student = shaken(tadm.PostTrained(base, n_shared, n_denoiser, 4, naive=naive))
-    follows_algorithm_1(student, steps, K)
-    same_layout(student, reference.PostTrained(untrained("MDLM", n_anchor=3), 1, 1, 4))
-    ran = count_layers(student.base.blocks)
-    _, stats = tadm.sample(student, 40, 6, steps, K, generator=rng(4))
-    assert stats["layer_calls"] == len(ran), "layer_calls must be those that ran"
-    every_step = n_shared + n_denoiser
-    truth = steps * every_step + -(-steps // K) * (4 - every_step)
-    assert naive or len(ran) == truth, "Eq. 11: T (L_S + L_D) + ceil(T/K) L_A"
-
-
 def test_rollout_makes_k_steps():
-    """k steps of the sampler from the anchor's canvas, and nothing for age 0."""
-    n = 3000
-    x, age = torch.randint(0, 3, (n, 20), generator=rng()), torch.arange(n) % 3
-    repeats(lambda g: tadm.rollout(Toy(3), x, age, 10, g)[0])
+    """k steps of the sampler from the anchor's canvas, at t' = i_a / T: clip(floor(T t' + 1/2),
+    k + 1, T)."""
+    n, T = 6000, 10
+    x, age = torch.randint(0, 3, (n, 100), generator=rng()), torch.arange(n) % 3
+    repeats(lambda g: tadm.rollout(Toy(3), x[:9], age[:9], T, g)[0])
     refuses(lambda steps: tadm.rollout(Toy(3), x, age, steps), {"steps": 2})
     model = Toy(3)
-    z, cache, t = tadm.rollout(model, x, age, 10, rng(1))
+    z, cache, t = tadm.rollout(model, x, age, T, rng(1))
     assert not any(model.graded), "Eq. 13: no gradients through the rollout"
     assert len(model.refreshed) == 1 and len(model.predicted) == 2, "one anchor, max(k) steps"
     (start,), ((first, used), (second, again)) = model.refreshed, model.predicted
     for what in (cache, used, again, first):
-        assert torch.equal(what, start), "Eq. 13: one anchor for all steps, of the first canvas"
-    assert torch.equal(second[age == 1], z[age == 1]), "step 2 predicts from where step 1 ended"
+        assert torch.equal(what, start), "Eq. 13: one anchor, of the first canvas"
+    assert torch.equal(second[age == 1], z[age == 1]), "step 2 goes on where step 1 ended"
     assert torch.equal(z[age == 0], start[age == 0]), "age 0: no step is made"
     new, shown = (z != start) & (start == 3), start != 3
     assert torch.equal(start[shown], x[shown]), "Eq. 1: the anchor's canvas is x with masks"
     assert torch.equal(z[shown], x[shown]), "sigma = 0 hides nothing visible"
     for token in range(3):
-        mean_is(z[new] == token, 1 / 3, "Eq. 13: tokens are drawn as the sampler draws them")
+        mean_is(z[new] == token, 1 / 3, "Eq. 13: tokens are drawn as by the sampler")
     mean_is(z[new] == x[new], 1 / 3, "on-policy: revealed by the model, not from x")
-    for k in range(3):
-        excess = ((z == 3).float().mean(1) - t)[age == k]
-        mean_is(excess, 0, f"Eq. 13: masked share after {k} steps, less the time returned")
-
-
-def test_rollout_starts_on_the_grid():
-    """The masked share of a long canvas tells its time. i_a = clip(floor(T t' + 1/2), k + 1, T)."""
-    model, age = Toy(3), torch.arange(6000) % 3
-    _, _, t = tadm.rollout(model, torch.zeros(6000, 2).long(), age, 10, rng(1))
-    levels = t * 10 + age
+    levels = t * T + age
     assert torch.allclose(levels, levels.round(), atol=1e-4), "Eq. 13: t' on the grid i/T"
     for k in range(3):
         expected = [0.05] + 9 * [0.1] + [0.05]  # of floor(T t' + 1/2) = 0..10
@@ -1247,55 +1133,42 @@ def test_rollout_starts_on_the_grid():
         for i in range(k + 1, 11):
             got = levels[age == k].round() == i
             mean_is(got, expected[i], f"Eq. 13: share of i_a = {i} at age {k}")
-    tadm.rollout(model, torch.zeros(200, 2000).long(), age[:200], 10, rng(1))
-    share = (model.refreshed[1] == 3).float().mean(1) * 10
-    assert (share - share.round()).abs().mean() < 0.15, "Eq. 13: the anchor's canvas is at i_a / T"
-
-
-def test_distill_states_have_no_gradients_and_every_row_its_own_age():
-    """The masked share of a long canvas tells its time on the grid i / T."""
-    student, teacher, x = Toy(3), Toy(3), torch.zeros(600, 1000).long()
-    tadm.posttrain_loss(student, teacher, x, 6, generator=rng(1))
-    assert student.graded[-1] and not any(student.graded[:-1]), (
-        "Eq. 13: gradients for the last prediction only, none through rollout or cached anchor")
-    start, z = student.refreshed[0], student.predicted[-1][0]
-    ages = ((start == 3).float().mean(1) - (z == 3).float().mean(1)).mul(6).round()
-    for k in range(3):
-        mean_is(ages == k, 1 / 3, f"Eq. 13: share of rows whose anchor has age {k}")
+        for canvas, when in ((start, levels / T), (z, t)):  # at the start, and after k steps
+            excess = ((canvas == 3).float().mean(1) - when)[age == k]
+            mean_is(excess, 0, f"Eq. 13: masked share less time, age {k}")
+            spread = (when * (1 - when) / 100)[age == k]
+            mean_is(excess.square() - spread, 0, f"Eq. 13: spread of the masked share, age {k}")
 
 
 def test_distill_is_recomputed_from_its_states():
-    """Eq. 14 in float64 on the states that the rollout reached."""
+    """Eq. 14 in float64 on the states that the rollout reached. The masked share of a long canvas
+    tells its time on the grid i / T."""
     g, V = rng(3), 5
-    x = torch.randint(0, V, (8, 2000), generator=g)
-    q, p = torch.randn(2, V + 1, V, generator=g)
+    x = torch.randint(0, V, (600, 1000), generator=g)
+    q, p = (torch.randn(V + 1, V, generator=g).requires_grad_() for _ in range(2))
     student = Toy(V, lambda z, cache: q[cache.roll(1, dims=1)])
     teacher = Toy(V, lambda z, cache: p[z.roll(1, dims=1)])
-    repeats(lambda g: tadm.posttrain_loss(student, teacher, x, 6, generator=g))
-    losses = [float(tadm.posttrain_loss(student, teacher, x, 6, generator=rng(3), **options))
-              for options in ({"kd_weight": 0.7}, {}, {"kd_weight": 1.0})]
-    assert losses[1] == losses[2], "Eq. 14: lambda is 1 unless given"
+    plain, one, loss = (tadm.posttrain_loss(student, teacher, x, 6, generator=rng(3), **options)
+                        for options in ({}, {"kd_weight": 1.0}, {"kd_weight": 0.7}))
+    assert plain == one, "Eq. 14: lambda is 1 unless given"
+    assert student.graded == 3 * [False, False, False, True], "Eq. 13: no gradients but the last"
+    loss.backward()
+    assert q.grad.any() and p.grad is None, "Eq. 14: only the student learns"
     z, z_stale = student.predicted[-1]
-    assert torch.equal(teacher.predicted[-1][0], z) and torch.equal(teacher.refreshed[-1], z), (
-        "Eq. 14: the teacher predicts from the student's state, with a fresh anchor")
-    t = (z == V).double().mean(1).mul(6).round() / 6  # on the grid
-    log_q = q.double().log_softmax(-1)[z_stale.roll(1, dims=1)]
-    log_p = p.double().log_softmax(-1)[z.roll(1, dims=1)]
+    for seen in (teacher.predicted[-1][0], teacher.refreshed[-1]):
+        assert torch.equal(seen, z), "Eq. 14: the teacher and its anchor see z"
+    t, t_stale = ((v == V).double().mean(1).mul(6).round() / 6 for v in (z, z_stale))
+    for k in range(3):
+        aged = (t_stale - t - k / 6).abs() < 1e-6
+        mean_is(aged, 1 / 3, f"Eq. 13: share of rows whose anchor has age {k}")
+    log_q, log_p = (v.detach().double().log_softmax(-1) for v in (q, p))
+    log_q, log_p = log_q[z_stale.roll(1, dims=1)], log_p[z.roll(1, dims=1)]
     ce = np_ce(log_q.numpy(), x.numpy(), (z == V).numpy(), t.numpy()).mean()
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     truth = ce + 0.7 * float((kl * (z == V) / t[:, None]).mean())
-    close(losses[0], truth, 1e-4 * truth, "Eq. 14: sum over masked l of (CE + lambda KL(teacher || "
+    close(loss, truth, 1e-4 * truth, "Eq. 14: sum over masked l of (CE + lambda KL(teacher || "
           "student)) / t, over B * L. Look at: the direction of the KL, t of the end state")
-
-
-def test_distill_kl_is_zero_for_a_student_that_equals_its_teacher(base):
-    student = reference.PostTrained(base, 1, 1, 4)
-    x = torch.randint(0, 11, (16, 6), generator=rng())
-    for age, least, most in ((0, 0, 1e-6), (2, 1e-3, 100)):  # naive reuse is not the teacher
-        one, none = (tadm.posttrain_loss(student, base, x, 6, (age,), kd, rng(1)) for kd in (1, 0))
-        assert least <= abs(one - none) <= most, f"Eq. 14: KL(teacher || student) at age {age}"
-    one.backward()
-    assert all(p.grad is None for p in base.parameters()), "Eq. 14: the teacher is frozen"
+    repeats(lambda g: tadm.posttrain_loss(student, teacher, x[:8], 6, generator=g))
 
 
 # --------------------------------------------------------------------- order, uniform state
@@ -1308,40 +1181,36 @@ def test_order_against_all_prefixes():
     allowed[0], allowed[1:9] = False, True
     p = logits.double().softmax(-1)
     entropy, likeliest = -(p * p.log()).sum(-1), p.amax(-1)
+
+    def ranked(row, key):
+        return sorted(allowed[row].nonzero()[:, 0].tolist(), key=lambda place: key[row, place])
+
     for budget in (0.0, 0.3, 2.0, math.inf):
         got = tadm.most_certain(logits, allowed, "entropy", budget=budget)
+        alone = tadm.accept_by_entropy(entropy[1:9].float(), budget)
+        assert torch.equal(alone, got[1:9]), "accept_by_entropy: the rule itself"
         for row in range(40):
-            places = sorted(allowed[row].nonzero()[:, 0].tolist(), key=lambda i: entropy[row, i])
-            truth = [places[:n] for n in range(len(places) + 1)
-                     if n < 2 or sum(entropy[row, i] for i in places[: n - 1]) <= budget]
-            if allowed[row].all():
-                alone = tadm.accept_by_entropy(entropy[row : row + 1].float(), budget)
-                assert torch.equal(alone, got[row : row + 1]), "accept_by_entropy: the rule itself"
-            assert set(got[row].nonzero()[:, 0].tolist()) == set(truth[-1]), (
-                f"Algorithm 2: ascending entropy, while the sum BEFORE a position is <= {budget}")
-    n = torch.randint(0, 4, (40, 1), generator=rng(2))
+            places = ranked(row, entropy)
+            n = [n for n in range(len(places)) if entropy[row, places[:n]].sum() <= budget]
+            assert set(got[row].nonzero()[:, 0].tolist()) == set(places[: len(n)]), (
+                f"Algorithm 2: while the sum of entropies BEFORE is <= {budget}")
+    n = torch.arange(3, 43)[:, None] % 8
     got = tadm.most_certain(logits, allowed, "confidence", n=n)
     for row in range(40):
-        places = sorted(allowed[row].nonzero()[:, 0].tolist(), key=lambda i: -likeliest[row, i])
-        assert set(got[row].nonzero()[:, 0].tolist()) == set(places[: int(n[row])]), (
-            "confidence: the n allowed positions with the likeliest tokens")
+        assert set(got[row].nonzero()[:, 0].tolist()) == set(ranked(row, -likeliest)[: n[row]]), (
+            "confidence: the n positions with the likeliest tokens")
 
 
-@pytest.mark.parametrize("K", [1, 4])
-@pytest.mark.parametrize("order,budget,steps", [
-    ("confidence", 0.1, 12), ("confidence", 0.1, None), ("entropy", 0.0, 12), ("entropy", 0.5, 12),
-    ("entropy", math.inf, 12), ("entropy", 0.0, 3),
-    ("entropy", 0.0, 400)])
-def test_sampler_by_certainty_leaves_no_mask(order, budget, steps, K):
-    model, canvases = Toy(3), []
-    z, stats = tadm.sample(model, 50, 4, steps, K, generator=rng(), order=order, budget=budget,
-                           callback=lambda step, z, age: canvases.append(z))
+@pytest.mark.parametrize("order,budget,steps,K,needed", [
+    ("confidence", 0.1, 12, 4, 12), ("confidence", 0.1, None, 1, 4), ("entropy", 0.0, 400, 4, 4),
+    ("entropy", 1.2, 12, 1, 2), ("entropy", math.inf, 12, 4, 1), ("entropy", 0.0, 3, 1, 3)])
+def test_sampler_by_certainty_leaves_no_mask(order, budget, steps, K, needed):
+    """Of four tokens each has ln 3 = 1.1 nats."""
+    model = Toy(3)
+    z, stats, _ = recorded(model, 50, 4, steps, K, order=order, budget=budget)
     assert (z < 3).all(), "no mask is left"
-    assert len(canvases) == stats["steps"] <= (steps or 4), "at most T steps"
+    assert stats["steps"] == needed, f"{order}, budget {budget}, T = {steps}: {needed} steps"
     assert len(model.predicted) == stats["denoiser_calls"], "one prediction a step"
-    if order == "entropy" and steps > 3:
-        n = 1 + min(3, int(budget / math.log(3))) if budget < math.inf else 4
-        assert stats["steps"] == -(-4 // n), f"ln 3 nats each: {budget} reveal {n} a step"
 
 
 def test_sampler_by_entropy_of_an_exact_oracle():
@@ -1351,43 +1220,21 @@ def test_sampler_by_entropy_of_an_exact_oracle():
     assert stats["steps"] == 2, "one word, then all that follows from it"
     valid = (z[:, :1] == z[:, :2]).all() and (z[:, :1] != z[:, 2:]).all()
     assert valid, "no text that the model excludes"
-    close(z[:, 0].float().mean(), 0.5, 0.15, "the first word is drawn, not the likeliest taken")
+    close(z[:, 0].float().mean(), 0.5, 0.15, "the first word is drawn")
 
 
-def test_sampler_by_confidence_reveals_as_many_as_chance():
-    def masked_shares(order):
-        seen = []
-        tadm.sample(Toy(3), 4000, 8, 6, generator=rng(), order=order,
-                    callback=lambda step, z, age: seen.append(float((z == 3).float().mean())))
-        return seen
+def unmasked_toy(table, stale=False):
+    """A uniform-state model: logits from the token, or (stale) from that of the cache."""
 
-    for chance, sure in zip(masked_shares("random"), masked_shares("confidence")):
-        close(sure, chance, 0.02, "Eq. 17 says how many are revealed")
-    refuses(functools.partial(tadm.sample, Toy(3), 1, 4, 4), {"order": "best"},
-            {"order": "entropy", "budget": -1.0}, {"order": "entropy", "remask": "cap"})
+    def logits(canvas, cache):
+        seen = cache if stale else canvas
+        return table[seen[0] if isinstance(seen, tuple) else seen]
 
-
-class Table:
-    """A uniform-state model whose logits hang on a token, and on what its cache saw of it."""
-
-    def __init__(self, table, place="z"):
-        self.table, self.place, self.mask_id = table, place, None
-        self.config = argparse.Namespace(vocab_size=table.shape[1])
-        self.refreshed, self.predicted, self.graded = [], [], []
-        self.depths = (2, 1)
-
-    def parameters(self):
-        yield self.table
-
-    def refresh(self, canvas):
-        self.refreshed.append(canvas)
-        return canvas
-
-    def predict(self, canvas, cache):
-        self.predicted.append((canvas, cache))
-        self.graded.append(torch.is_grad_enabled())
-        seen = cache if self.place == "cache" else canvas
-        return self.table[seen[0] if isinstance(seen, tuple) else seen]
+    model = Toy(len(table), logits)
+    model.mask_id, model.depths = None, (2, 1)
+    model.config = argparse.Namespace(vocab_size=len(table))
+    model.parameters = lambda: iter([table])
+    return model
 
 
 def np_uniform_posterior(z, x_theta, alpha_t, alpha_s):
@@ -1400,47 +1247,33 @@ def np_uniform_posterior(z, x_theta, alpha_t, alpha_s):
 
 
 def uniform_truth(V, x_theta):
-    """Eq. 37 in numpy, of a prediction that never changes: the integral over t, nats per token."""
-    t = (np.arange(4000) + 0.5) / 4000
-    total = 0.0
-    for alpha in 1 - t:
-        b = np.full(V, 1 - alpha)
-        b[0] += V * alpha  # x is token 0
-        b_theta = V * alpha * x_theta + 1 - alpha
-        for z in range(V):
-            r, r_theta = b / b[z], b_theta / b_theta[z]
-            p = alpha * (z == 0) + (1 - alpha) / V
-            total += p * (r_theta - r + r * np.log(r / r_theta)).sum() / (V * alpha)
-    return total / len(t)
+    """Eq. 37 of a prediction that never changes, x being token 0: the integral over t, in nats."""
+    t = ((np.arange(4000) + 0.5) / 4000)[:, None]
+    b, b_theta = (V * (1 - t) * p + t for p in (np.eye(V)[0], x_theta))
+    r, r_theta = (v[:, None] / v[:, :, None] for v in (b, b_theta))  # (t, z, all tokens)
+    nats = (r_theta - r + r * np.log(r / r_theta)).sum(-1) / (V * (1 - t))
+    return (b / V * nats).sum(-1).mean()  # b / V = q(z_t | x)
 
 
 def test_uniform_noise():
-    x, t = torch.arange(5).repeat(4000, 4), torch.rand(4000, generator=rng())
-    z = tadm.corrupt_uniform(x, t, 5, rng(1))
-    close((z != x).float().mean(), float(t.mean()) * 4 / 5, 0.01, "redrawn with probability t")
-    new = z[(z != x) & (x == 2)]
-    for token in (0, 1, 3, 4):
-        close((new == token).float().mean(), 1 / 4, 0.03, f"noise is uniform, token {token}")
-    assert torch.equal(tadm.corrupt_uniform(x, 0 * t, 5, rng()), x), "t = 0 changes nothing"
-    kept = (tadm.corrupt_uniform(x, t**0, 5, rng()) == x).float().mean()
-    close(kept, 1 / 5, 0.01, "t = 1: nothing of x is left")
+    x, t = torch.full((3, 40_000), 2), torch.tensor([0.0, 0.3, 1.0])
+    for row, share in zip(tadm.corrupt_uniform(x, t, 5, rng()), (0, 0.3, 1)):
+        for token in range(5):
+            expected = share / 5 + (1 - share) * (token == 2)
+            mean_is(row == token, expected, f"a token is redrawn from all V with t = {share}")
     repeats(lambda g: tadm.corrupt_uniform(x, t, 5, g))
 
 
 @pytest.mark.parametrize("alpha_t,alpha_s", [(0.0, 0.2), (0.3, 0.31), (0.5, 1.0), (0.2, 0.9)])
 def test_uniform_posterior_is_bayes(alpha_t, alpha_s):
-    x_theta = torch.eye(4, dtype=torch.float64)
-    for z, x in itertools.product(range(4), range(4)):
-        one_hot, noisy = x_theta[x].view(1, 1, 4), torch.tensor([[z]])
-        got = tadm.uniform_posterior(noisy, one_hot, alpha_t, alpha_s)
-        truth = np_uniform_posterior(z, x_theta[x].numpy(), alpha_t, alpha_s)
-        assert np.abs(got[0, 0].numpy() - truth).max() < 1e-12, f"Eq. 32, z = {z}, x = {x}"
-    soft = torch.randn(2, 3, 4, generator=rng()).double().softmax(-1)
-    z = torch.tensor([[0, 1, 2], [3, 3, 0]])
-    got = tadm.uniform_posterior(z, soft, alpha_t, alpha_s)
-    assert torch.allclose(got.sum(-1), torch.ones(2, 3).double()), "Eq. 32: a distribution"
-    truth = np_uniform_posterior(1, soft[0, 1].numpy(), alpha_t, alpha_s)
-    assert np.abs(got[0, 1].numpy() - truth).max() < 1e-12, "Eq. 32: the prediction stands for x"
+    soft = torch.randn(4, 4, generator=rng()).double().softmax(-1)
+    x_theta = torch.cat([torch.eye(4).double(), soft])  # clean tokens and predictions
+    z = torch.arange(4).repeat_interleave(8)[None]  # each token with each of these
+    got = tadm.uniform_posterior(z, x_theta.repeat(4, 1)[None], alpha_t, alpha_s)[0].numpy()
+    for i, j in itertools.product(range(4), range(8)):
+        truth = np_uniform_posterior(i, x_theta[j].numpy(), alpha_t, alpha_s)
+        error = np.abs(got[8 * i + j] - truth).max()
+        assert error < 1e-12, f"Eq. 32, z = {i}, x_theta = {x_theta[j]}"
 
 
 def test_uniform_nats_are_the_limit_of_discrete_ones():
@@ -1458,186 +1291,159 @@ def test_uniform_nats_are_the_limit_of_discrete_ones():
               "Look at: 1 / (V (1 - t)), the observed token below each ratio")
 
 
-def test_uniform_nats_of_an_oracle_are_the_entropy():
-    """All noisy texts, all times: an exact model of a small language reaches its entropy. What it
-    predicts for a position comes from the OTHER tokens: Eq. 32 adds the noisy token itself."""
-    data = np.array(LANGUAGE)
-    nodes, weights_ = np.polynomial.legendre.leggauss(40)
-    z = torch.tensor(list(itertools.product(range(3), repeat=4)))
-    total = 0.0
-    for node, weight in zip(nodes, weights_):
-        t = (node + 1) / 2
-        each = np.where(z.numpy()[:, None] == data, 1 - t + t / 3, t / 3)  # (81, 5, 4)
-        onto_z = each.prod(-1)  # q(z | x)
-        others = onto_z[..., None] / each  # without the token itself: Eq. 32 puts it in
-        x_theta = np.einsum("znl,nlv->zlv", others / others.sum(1, keepdims=True), np.eye(3)[data])
-        log_q = torch.from_numpy(x_theta).clamp_min(1e-300).log()
-        for n, x in enumerate(data):
-            times, clean = torch.full((81,), t).double(), torch.tensor(x).expand(81, 4)
-            nats = tadm.uniform_nats(log_q, clean, z, times).sum(1)
-            total += weight / 2 * float(torch.from_numpy(onto_z[:, n]) @ nats) / len(data)
-    close(total, math.log(5), 1e-3, "Eq. 37 of an exact oracle, over all positions and times")
-
-
 def test_uniform_objectives_of_a_fixed_prediction():
     table = torch.tensor([1.0, 0.5, -1.0]).repeat(3, 1)
     x, x_theta = torch.zeros(3000, 24).long(), np.exp(table[0].double().log_softmax(0).numpy())
     truth = uniform_truth(3, x_theta)
+    model = unmasked_toy(table)
     for K in (1, 4):
-        nats = tadm.uniform_bound(Table(table), x, 8, K, rng()).mean()
+        nats = tadm.uniform_bound(model, x, 8, K, rng()).mean()
         close(nats, truth, 0.02, f"Eq. 37, K = {K}")
-    model = Table(table)
+    repeats(lambda g: tadm.uniform_bound(model, x[:9], 8, 2, g))
+    model = unmasked_toy(table)
     nats = sum(tadm.uniform_loss(model, x, rng(seed), elbo=True) for seed in range(4)) / 4
     close(nats, truth, 0.025, "Eq. 37 as the loss")
+    repeats(lambda g: tadm.uniform_loss(model, x[:9], g, elbo=True))
     ce = tadm.uniform_loss(model, x, rng())
     close(ce, -math.log(x_theta[0]), 1e-5, "cross-entropy at all positions")
-    assert model.graded == [False, True] * 5, "the first prediction has no gradient"
+    assert model.graded == [False, True] * 8, "the first prediction has no gradient"
     (first, _), ((z, p), _) = model.predicted[-2:]
-    assert torch.equal(first, z[:1500]), "the first prediction is of the same noisy tokens"
+    assert torch.equal(first, z[:1500]), "the first prediction is of the same z"
     assert torch.allclose(p[:1500], table.softmax(-1)[first]) and not p[1500:].any(), (
-        "self-conditioning: the first prediction in half of the rows, else zeros")
-    repeats(lambda g: tadm.uniform_loss(model, x[:9], g, elbo=True))
-    repeats(lambda g: tadm.uniform_bound(model, x[:9], 8, 2, g))
+        "self-conditioning: the first prediction, in half of the rows")
 
 
 def test_uniform_anchor_is_stale_and_its_teacher_fresh():
     """The share of noise in a long canvas tells its time."""
-    student = Table(torch.randn(50, 50, generator=rng()), "cache")
-    teacher = Table(torch.randn(50, 50, generator=rng(1)))
+    q, p = torch.randn(2, 50, 50, generator=rng())
+    student, teacher = unmasked_toy(q, stale=True), unmasked_toy(p)
     x, T, K = torch.zeros(200, 1000).long(), 10, 4
     kl = tadm.uniform_bound(student, x, T, K, rng(2), draws=1, teacher=teacher)
     z, z_stale = student.predicted[0]
     t, t_stale = ((v != 0).float().mean(1) / 0.98 for v in (z, z_stale))
-    assert torch.equal(teacher.refreshed[0], z), "the teacher's anchor is fresh"
-    assert torch.equal(teacher.predicted[0][0], z), "the teacher sees z_t"
+    for seen in (teacher.refreshed[0], teacher.predicted[0][0]):
+        assert torch.equal(seen, z), "the teacher sees z_t, and so does its anchor"
+    assert not any(student.graded + teacher.graded), "an evaluation has no gradients"
     truth = (t + ((1 - t) * T).long() % K / T).clamp(max=1)
     right = ((t_stale - truth).abs() < 0.04).float().mean()  # but near the edge of a step
     assert right > 0.7, "the anchor is k/T older than its canvas, k = 0..K-1"
     kept = (z_stale == z)[z != 0].float().mean()
-    assert kept > 0.5, "Eq. 15: the anchor's canvas is z_t with more noise, not another draw"
-    log_q, log_p = student.table[z_stale].log_softmax(-1), teacher.table[z].log_softmax(-1)
+    assert kept > 0.5, "Eq. 15: the anchor saw z_t with more noise"
+    log_q, log_p = q[z_stale].log_softmax(-1), p[z].log_softmax(-1)
     truth = (log_p.exp() * (log_p - log_q)).sum(-1).mean(1) * 2 * t.sqrt()  # the weight dt/du
     assert (kl - truth).abs().mean() < 0.04 * truth.mean(), "KL(teacher || model), the mean"
 
 
 def test_uniform_step_is_algorithm_2():
-    rows = [[0.0, 0.0, 9.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.2, 0.0, 0.0]]
+    rows = [[0.0, 0.0, 9.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.25, 0.0, 0.0]]
     logits = torch.tensor(rows).expand(4000, 3, 4)
     for t, eta in ((1.0, 0.0), (0.25, math.inf)):
-        tau = 0.4 + 0.4 * t
         z, p = tadm.uniform_step(logits, t, eta, rng())
-        truth = (logits / tau).softmax(-1)
+        truth = (logits / (0.4 + 0.4 * t)).softmax(-1)
         assert torch.allclose(p, truth, atol=1e-6), "Algorithm 2: tau = 0.4 + 0.4 n/T"
         for place, token in itertools.product(range(3), range(4)):
             accepted = eta > 0 or place == 0  # eta = 0: one alone, that of least entropy
             share = float(truth[0, place, token]) if accepted else 1 / 4
-            got = (z[:, place] == token).float().mean()
-            close(got, share, 0.04, f"eta = {eta}, place {place}: "
-                  "accepted tokens are drawn from p, all others are fresh uniform noise")
+            mean_is(z[:, place] == token, share, f"Algorithm 2, eta = {eta}, place {place}: "
+                    "accepted tokens are drawn from p, others are fresh noise")
     rows = tadm.uniform_step(logits[:2], torch.tensor([[1.0], [0.25]]), 0.1, rng())[1]
     each = [tadm.uniform_step(logits[:1], t, 0.1, rng())[1][0] for t in (1.0, 0.25)]
     assert torch.allclose(rows, torch.stack(each)), "every row has its own time"
     repeats(lambda g: tadm.uniform_step(logits, 0.5, 0.1, g)[0])
     prompt = torch.tensor([True, False, False]).expand(4000, 3)  # the surest place is given
     z, _ = tadm.uniform_step(50 * logits, 1.0, 0.0, rng(), prompt)
-    close((z[:, 1] == 0).float().mean(), 1, 0.01, "a prompt does not compete for the budget")
+    assert (z[:, 1] == 0).all(), "a prompt does not compete for the budget"
 
 
 @pytest.mark.parametrize("T,K", [(7, 3), (5, 1), (4, 9)])
 def test_uniform_texts_come_from_algorithms_1_and_2(T, K):
-    model, canvases = Table(3 * torch.randn(6, 6, generator=rng())), []
+    table, callbacks = 3 * torch.randn(6, 6, generator=rng()), []
     prompt = torch.tensor([5, 6, 6, 2, 6, 6, 6, 6])  # V where text is wanted
+    hidden, model = prompt == 6, unmasked_toy(table)
     z, stats = tadm.sample_uniform(model, 30, 8, T, K, prompt, 0.5, rng(1),
-                                   lambda step, z, age: canvases.append((step, z, age)))
-    seen = [canvas for canvas, _ in model.predicted]
-    due = [id(seen[j]) for j in range(0, T, K)]
-    assert [id(c) for c in model.refreshed] == due, "refresh at 0, K, 2K, ..."
-    for j, (canvas, cache) in enumerate(model.predicted):
-        assert cache is model.refreshed[j // K], "Algorithm 1: one anchor until the next"
-        logits = model.table[canvas[0]]
-        after = seen[j + 1] if j + 1 < T else (z, None)
-        assert canvases[j][::2] == (j, j % K) and torch.equal(canvases[j][1], after[0])
-        if j + 1 < T:
-            truth = (logits / (0.4 + 0.4 * (1 - j / T))).softmax(-1)
-            assert torch.allclose(after[1], truth, atol=1e-6), "self-conditioning: p before"
-        assert (canvas[0][:, [0, 3]] == prompt[[0, 3]]).all(), "the prompt is put back"
-    assert not seen[0][1].any(), "self-conditioning: nothing at first"
-    hidden = prompt == 6
-    assert torch.equal(z[:, hidden], logits.argmax(-1)[:, hidden]), "n = 1: the likeliest"
-    assert (z[:, ~hidden] == prompt[~hidden]).all(), "the prompt is in the text"
+                                   lambda *step: callbacks.append(step))
     n = -(-T // K)
     assert stats == {"steps": T, "anchor_calls": n, "denoiser_calls": T, "layer_calls": 2 * n + T}
-    first = torch.cat([c[0][0][:, hidden] for c in [model.predicted[0]]])
-    assert len(first.unique()) == 6, "the canvas starts as noise"
-    repeats(lambda g: tadm.sample_uniform(model, 3, 8, T, K, prompt, 0.5, g)[0])
-    for wrong in ((0, 8), (1, 0), (1, 8, 0), (1, 8, 4, 0), (1, 8, 4, 1, None, -1.0),
-                  (1, 8, 4, 1, prompt + 1)):
-        with pytest.raises(ValueError):
-            tadm.sample_uniform(model, *wrong)
+    assert len(model.refreshed) == n, "Algorithm 1: refresh at 0, K, 2K, ..."
+    seen = [canvas for canvas, _ in model.predicted]
+    assert len(seen[0][0][:, hidden].unique()) == 6, "the canvas starts as noise"
+    assert not seen[0][1].any(), "self-conditioning: nothing at first"
+    for j, (step, after, age) in enumerate(callbacks):
+        assert (step, age) == (j, j % K), "callback(step, z, age)"
+        for used in (model.predicted[j][1], model.refreshed[j // K]):
+            assert all(map(torch.equal, used, seen[j // K * K])), "one anchor until the next"
+        assert (after[:, ~hidden] == prompt[~hidden]).all(), "the prompt is put back"
+        logits = table[seen[j][0]]
+        if j + 1 < T:
+            assert torch.equal(seen[j + 1][0], after), "a step goes on where the last ended"
+            truth = (logits / (0.4 + 0.4 * (1 - j / T))).softmax(-1)
+            assert torch.allclose(seen[j + 1][1], truth, atol=1e-6), "self-conditioning: p before"
+    likeliest = logits.argmax(-1).where(hidden, prompt)
+    assert torch.equal(z, after) and torch.equal(z, likeliest), "n = 1: the likeliest"
+    repeats(lambda g: tadm.sample_uniform(model, 3, 8, T, K, prompt, 0.0, g)[0])
+    bad = ((0, 8), (1, 0), (1, 8, 0), (1, 8, 4, 0), (1, 8, 4, 1, None, -1.0),
+           (1, 8, 4, 1, prompt + 1), (1, 8, 4, 1, prompt - 3))
+    refuses(lambda call: tadm.sample_uniform(model, *call), *({"call": call} for call in bad))
 
 
-def uniform_model(module=tadm):
+def uniform_model(module):
     torch.manual_seed(0)
     return shaken(module.UniformLM(module.Config(**SIZES | {"n_anchor": 3})))
 
 
 def test_uniform_network_reads_tokens_and_its_last_prediction():
-    model = uniform_model()
+    model = uniform_model(tadm)
     z = torch.randint(0, 11, (2, 6), generator=rng())
     p = torch.randn(2, 6, 11, generator=rng()).softmax(-1)
     plain = model.predict(z, model.refresh(z))
     assert plain.shape == (2, 6, 11) and model.mask_id is None, "V tokens, none is a mask"
-    assert torch.equal(plain, model.predict((z, 0 * p), None)), "self-conditioning off equals zeros"
+    fresh = tadm.UniformLM(tadm.Config(**SIZES | {"vocab_size": 500}))
+    close(fresh.token.weight.std(), 0.8, 0.05, "large initial embeddings: standard deviation")
+    assert torch.equal(plain, model.predict((z, 0 * p), None)), "self-conditioning: zeros are none"
     assert not torch.allclose(plain, model.predict((z, p), None)), "self-conditioning must matter"
-    assert model.token.weight.shape[0] == 11, "no mask row"
 
 
 def test_uniform_base_can_be_post_trained():
-    """PostTrained, rollout and posttrain_loss on either base."""
     base = uniform_model(reference)
     student = shaken(reference.PostTrained(base, 1, 1, 4))
     texts = [tadm.sample_uniform(m, 5, 6, 9, 1, generator=rng(2))[0] for m in (student, base)]
     assert torch.equal(*texts), "K = 1 is the teacher, bit for bit"
-    canvas = torch.zeros(2, 6).long(), torch.zeros(2, 6, 11)
-    same = canvas[0].clone(), canvas[1].clone()
-    fused = student.predict(same, student.refresh(canvas))
-    assert torch.equal(fused, base.predict(canvas, None)), "Eq. 55: exact where nothing changed"
     x = torch.randint(0, 11, (8, 6), generator=rng())
     reference.posttrain_loss(student, base, x, 6, generator=rng()).backward()
-    moved = [n for n, p in student.named_parameters() if p.grad is not None and p.grad.any()]
-    learns = {name.split(".")[0] for name in moved}
-    assert learns == {"fusion"}, "Section 4: only the fusion learns"
+    still = {name.split(".")[0] for name in idle(student.named_parameters())}
+    assert still == {"base"}, "Section 4: only the fusion learns"
 
 
 def test_rollout_without_masks():
-    model, n, T = Table(torch.zeros(40, 40)), 300, 10
-    x, age = torch.zeros(n, 400).long(), torch.arange(n) % 3
+    row, T = torch.randn(40, generator=rng()), 10
+    model = unmasked_toy(row.repeat(40, 1))
+    x, age = torch.zeros(300, 400).long(), torch.arange(300) % 3
     (z, p), cache, t = tadm.rollout(model, x, age, T, rng())
-    start = model.refreshed[0][0]
-    assert len(model.refreshed) == 1 and all(c is cache for _, c in model.predicted), "one anchor"
-    i_a = (t * T).round() + age
+    start, none = model.refreshed[0]
+    assert len(model.refreshed) == 1 and not none.any(), "one anchor, and no prediction at first"
+    for used in (cache, *(anchor for _, anchor in model.predicted)):
+        assert torch.equal(used[0], start), "Eq. 13: one anchor for all steps"
     noise = (start != 0).float().mean(1) / (39 / 40)
-    assert (noise - i_a / T).abs().max() < 0.15, "Eq. 13: x with noise of time t' = i_a / T"
+    assert (noise - t - age / T).abs().max() < 0.15, "Eq. 13: x with noise of time i_a / T"
     assert torch.equal(z[age == 0], start[age == 0]) and not p[age == 0].any(), "age 0: no step"
     moved = (z != start)[age > 0].float().mean()
-    close(moved, 39 / 40, 0.01, "Algorithm 2, equal entropies: all but one become noise")
-    assert torch.allclose(p[age > 0], torch.full((1,), 1 / 40)), "p of the last step travels along"
+    close(moved, 39 / 40, 0.01, "Algorithm 2: all but one become noise")
+    truth = (row / (0.4 + 0.4 * (t + 1 / T))[:, None, None]).softmax(-1).expand_as(p)
+    assert torch.allclose(p[age > 0], truth[age > 0], atol=1e-5), "Algorithm 2: p of the last step"
     assert torch.equal(model.predicted[1][0][0][age == 1], z[age == 1]), "done rows stay"
 
 
 def test_distill_without_masks():
-    tables = torch.randn(2, 5, 5, generator=rng())
-    student, teacher = Table(tables[0], "cache"), Table(tables[1])
+    q, p = torch.randn(2, 5, 5, generator=rng())
+    student, teacher = unmasked_toy(q, stale=True), unmasked_toy(p)
     x = torch.randint(0, 5, (6, 50), generator=rng())
     loss = tadm.posttrain_loss(student, teacher, x, 6, kd_weight=0.7, generator=rng(1))
-    assert len(student.refreshed) == 1, "Eq. 13: one anchor, the first; a stale one at the end"
+    assert len(student.refreshed) == 1, "Eq. 13: one anchor, the first"
     (z, _), (z_stale, _) = student.predicted[-1]
-    log_q, log_p = tables.double().log_softmax(-1)
-    log_q, log_p = log_q[z_stale], log_p[z]
+    log_q, log_p = q.double().log_softmax(-1)[z_stale], p.double().log_softmax(-1)[z]
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     truth = float((0.7 * kl - log_q.gather(2, x[..., None])[..., 0]).mean())
-    close(loss, truth, 1e-4 * truth, "Eq. 14 in a uniform state: the plain mean over all positions")
-    assert student.graded[-1] and not any(student.graded[:-1]), "gradients: the last one only"
+    close(loss, truth, 1e-4 * truth, "Eq. 14 in a uniform state: the plain mean")
 
 
 # --------------------------------------------------------------------- the built-in stories
@@ -2329,49 +2135,41 @@ def test_script_goes_on_without_outputs(tales, tmp_path, monkeypatch, out, err):
 
 # ---------------------------------------------------------------- homework and test vectors
 
-EQUATION = re.compile(
-    r"(Eq\. [\d\-, ]*\d|Theorem [\d.]*\d|Algorithm \d|[Aa]ppendix C.2|Section \d)")
+EQUATION = r"Eq\. [\d\-, ]*\d|Theorem [\d.]*\d|Algorithm \d|[Aa]ppendix C.2|Section \d"
 
 
 def blank(source, names):
-    """The source with the bodies of these functions, or of all methods of these classes, replaced
-    by a NotImplementedError that names the equation. Docstrings stay. Raises LookupError."""
+    """The source with a NotImplementedError that names the equation in place of the bodies of
+    these functions, or of all methods of these classes. Raises UserError."""
     found, lines = {}, source.split("\n")
-
-    def visit(node, path, doc):
-        for child in node.body:
-            if isinstance(child, (ast.ClassDef, ast.FunctionDef)):
-                name, text = f"{path}{child.name}", f"{ast.get_docstring(child)} {doc}"
-                if isinstance(child, ast.ClassDef):
-                    visit(child, f"{name}.", text)
-                else:
-                    found[name] = child, text
-
-    visit(ast.parse(source), "", "")
+    for node in ast.parse(source).body:
+        for f in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(f, ast.FunctionDef):
+                name = f.name if f is node else f"{node.name}.{f.name}"
+                found[name] = f, f"{ast.get_docstring(f)} {ast.get_docstring(node)}"
     for name in names:
         if not any(f"{n}.".startswith(f"{name}.") for n in found):
             near = difflib.get_close_matches(name, found, 3, 0.5) or NAMES
-            raise LookupError(f"tadm.py has no {name}; it has {', '.join(near)}")
-    for name, (node, doc) in reversed(found.items()):  # from the end, so that line numbers hold
+            raise train_toy.UserError(f"tadm.py has no {name}; it has {', '.join(near)}")
+    for name, (f, doc) in reversed(found.items()):  # backwards: line numbers hold
         if name in names or name.partition(".")[0] in names:
-            start = node.body[1 if ast.get_docstring(node) else 0]
+            start = f.body[1 if ast.get_docstring(f) else 0]
             first = start.lineno
             while not lines[first - 2].strip() or lines[first - 2].lstrip().startswith("#"):
                 first -= 1  # a comment above the body tells what is in it
-            hint = EQUATION.search(doc)
-            message = f"{hint[0]}: {name}" if hint else name
+            message = ": ".join([*re.findall(EQUATION, doc)[:1], name])
             stub = f'{" " * start.col_offset}raise NotImplementedError("{message}")'
-            lines[first - 1 : node.end_lineno] = [stub]
+            lines[first - 1 : f.end_lineno] = [stub]
     return "\n".join(lines)
 
 
 def wave(shape, k):
-    """sin(k + i^2 / 10) for i = 0, 1, .. in row-major order: full rank, without random numbers."""
+    """sin(k + i^2 / 10) for i = 0, 1, .. in row-major order: of full rank."""
     return np.sin(k + np.arange(math.prod(shape)) ** 2 / 10).reshape(shape)
 
 
 def wavy_weights(module):
-    """{name: array} with the names and shapes of a module's weights, and our own numbers."""
+    """{name: array}: numbers for all weights of a module."""
     w = {}
     for k, (name, weight) in enumerate(module.state_dict().items(), 1):
         if weight.dim() == 2:
@@ -2384,7 +2182,7 @@ def wavy_weights(module):
 
 
 def vectors():
-    """{name: float64 or int64 array}; "about" says what they are. All numbers are from numpy."""
+    """{name: float64 or int64 array}, from numpy alone; see ABOUT."""
     V, L = SIZES["vocab_size"], SIZES["seq_len"]
     x = np.arange(2 * L).reshape(2, L) * 5 % V
     z_t, z_stale = x.copy(), x.copy()
@@ -2443,28 +2241,25 @@ def test_vectors_are_what_our_code_computes(tmp_path, monkeypatch):
     def load(network, name):
         prefix = f"{name}.w."
         w = {k.removeprefix(prefix): a.float() for k, a in v.items() if k.startswith(prefix)}
-        network.load_state_dict(w)  # refuses missing and unknown names and other shapes
+        network.load_state_dict(w)  # refuses other names and shapes
         return network
 
     def agree(got, name):
         error = float((got - v[name]).abs().max())
         assert got.shape == v[name].shape and error < 2e-5, f"{name} is off by {error:.2g}"
 
-    x, z_t, z_stale, t, t_stale = (v[name] for name in ("x", "z_t", "z_stale", "t", "t_stale"))
-    t, t_stale, masked = t.float(), t_stale.float(), z_t == 11
-    monkeypatch.setattr(reference, "corrupt", lambda *_: z_t)
-    monkeypatch.setattr(reference, "corrupt_further", lambda *_: z_stale)
+    monkeypatch.setattr(reference, "corrupt", lambda *_: v["z_t"])
+    monkeypatch.setattr(reference, "corrupt_further", lambda *_: v["z_stale"])
+    batch = v["x"], v["t"].float(), v["t_stale"].float()
     for kind in KINDS:
         model = load(untrained(kind), kind)
-        cache = model.refresh(z_stale)
-        agree(model.predict(z_t, cache), f"{kind}.logits")
-        agree(reference.t_anelbo(model, x, t, t_stale), f"{kind}.loss")
+        agree(model.predict(v["z_t"], model.refresh(v["z_stale"])), f"{kind}.logits")
+        agree(reference.t_anelbo(model, *batch), f"{kind}.loss")
         if kind != "MDLM":
-            agree(reference.t_anelbo(model, x, t, t_stale, v["gamma"]), f"{kind}.loss_gamma")
-        ce = torch.zeros(2, 6)
-        ce[masked] = -reference.log_probs(model, z_t, cache).gather(1, x[masked][:, None])[:, 0]
-        agree(ce, f"{kind}.ce")
-        agree((v[f"{kind}.bound_terms"] * 7 / t[:, None]).mean(1), f"{kind}.loss_rows")
+            agree(reference.t_anelbo(model, *batch, v["gamma"]), f"{kind}.loss_gamma")
+        terms = v[f"{kind}.ce"] / v["t"][:, None]
+        agree(terms.mean(1), f"{kind}.loss_rows")
+        agree(terms.mean(), f"{kind}.loss")
     fusion = load(reference.PairedFusion(8, 4, 2), "paired")
     states = (v[f"paired.{name}"].float()[None] for name in ("c", "c_cached", "h_cached"))
     agree(fusion(*states)[0], "paired.h_fused")
@@ -2473,8 +2268,7 @@ def test_vectors_are_what_our_code_computes(tmp_path, monkeypatch):
 
 
 def test_homework_keeps_all_but_the_bodies(capsys, tmp_path, monkeypatch):
-    names = ["GatedFusion", "PairedFusion.forward", "corrupt_further", "t_anelbo"]
-    assert main(["--blank", *names]) == 0
+    main(["--blank", "GatedFusion", "PairedFusion.forward", "corrupt_further", "t_anelbo"])
     printed = capsys.readouterr().out
     (tmp_path / "blanked.py").write_text(printed, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -2485,24 +2279,22 @@ def test_homework_keeps_all_but_the_bodies(capsys, tmp_path, monkeypatch):
                                       (module.PairedFusion(8, 4), 3, "Eq. 48-56")):
         with pytest.raises(NotImplementedError, match=equation):
             call(*[None] * arguments)
-    assert "# 1. Noise, and more noise" not in printed, "a comment tells what was in a body"
-    assert printed.count("raise NotImplementedError") == 5, "two of GatedFusion, one of the others"
+    assert "# 1. Noise, and more noise" not in printed, "a comment tells what was there"
+    assert printed.count("raise NotImplementedError") == 5, "GatedFusion has two"
 
     def outline(source):
-        nodes = list(ast.walk(ast.parse(source)))
-        defined = [n for n in nodes if isinstance(n, (ast.ClassDef, ast.FunctionDef))]
-        calls = [ast.dump(n.args) for n in defined if isinstance(n, ast.FunctionDef)]
-        return calls, [(n.name, ast.get_docstring(n)) for n in defined]
+        defined = [n for n in ast.walk(ast.parse(source))
+                   if isinstance(n, (ast.ClassDef, ast.FunctionDef))]
+        return [(ast.unparse(n).partition(":\n")[0], ast.get_docstring(n)) for n in defined]
 
     ours = inspect.getsource(reference)
     assert outline(printed) == outline(ours), "names, arguments and docstrings stay"
-    call = functools.partial(train_toy.shielded, main, "x")
-    error = wrong(call, ["--blank", "layer_call"], capsys)
-    assert "has no layer_call; it has layer_calls" in error
+    with pytest.raises(train_toy.UserError, match="has no layer_call; it has layer_calls"):
+        main(["--blank", "layer_call"])
 
 
 def test_homework_is_graded_one_thing_at_a_time(tmp_path):
-    """A module with open, wrong and missing functions and type hints, graded by itself."""
+    """A module with open, wrong and missing functions, and type hints."""
     source = blank(inspect.getsource(reference), ["corrupt_further"])
     for old, new in (("def corrupt_further(z_t, ", "def corrupt_further(z_t: torch.Tensor, "),
                      ("sigma_max = min(1.0, ", "sigma_max = max(1.0, "),
@@ -2510,7 +2302,7 @@ def test_homework_is_graded_one_thing_at_a_time(tmp_path):
                       "    x[u < t[:, None]] = mask_id\n    return x")):
         assert source.count(old) == 1
         source = source.replace(old, new)
-    source += "\ndel sample_times\nlayer_calls = 5\nbound = min  # a builtin has no signature\n"
+    source += "\ndel sample_times\nlayer_calls = 5\nbound = min\n"  # min has no signature
     (tmp_path / "half_done.py").write_text(source, encoding="utf-8")
     chosen = "forward or further or times or loss or schedule or draw or defaults"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line",
@@ -2539,7 +2331,7 @@ def test_homework_that_loops_is_stopped():
 
 
 def test_homework_table_of_the_readme():
-    """Each row's -k selects the tests of the functions that it names, and no others."""
+    """Each row's -k selects the tests of the functions that it names."""
     text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r'^\| *\d+ \| (.*?) \| .*? \| `"?([a-z ]+)"?` \|', text, re.MULTILINE)
     tests = [name for name in globals() if name.startswith("test_")]
@@ -2556,22 +2348,18 @@ def test_homework_table_of_the_readme():
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Homework and test vectors made from tadm.py.")
+    parser = argparse.ArgumentParser(description="Homework and test vectors.")
     parser.error = train_toy.fail
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--blank", nargs="+", metavar="NAME",
-                      help="print tadm.py without the bodies of these functions or classes")
+                      help="print tadm.py without these bodies")
     what.add_argument("--vectors", metavar="FILE.npz", help="write inputs and all results")
     args = parser.parse_args(argv)
     if args.blank:
-        source = Path(reference.__file__).read_text(encoding="utf-8")
-        try:
-            print(blank(source, args.blank), end="")
-        except LookupError as e:
-            raise train_toy.UserError(e.args[0]) from None
+        print(blank(inspect.getsource(reference), args.blank), end="")
         return 0
     if not args.vectors.endswith(".npz"):
-        raise train_toy.UserError(f"--vectors {args.vectors}: the name must end in .npz")
+        raise train_toy.UserError(f"--vectors {args.vectors} must end in .npz")
 
     def write(part):
         with open(part, "wb") as file:
