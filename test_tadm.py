@@ -778,6 +778,20 @@ def test_reverse_step_is_where_and_then_what():
             *({"alphas": alphas} for alphas in bad))
 
 
+def test_reverse_step_of_a_large_vocabulary(monkeypatch):
+    """V = 50257, reveals of 1/1024, random numbers of 24 bits, made small: 64, 1/64, 10 bits."""
+    rand, n = torch.rand, 40_000
+
+    def coarse(*size, **options):
+        return (rand(*size, **options) * 1024).floor() / 1024
+
+    monkeypatch.setattr(torch, "rand", coarse)
+    z, logits = torch.full((1, n), 64), torch.zeros(1, n, 64)
+    z = tadm.reverse_step(z, logits, 0.0, 1 / 64, 0.0, 64, generator=rng())
+    mean_is(z != 64, 1 / 64, "Eq. 17: share revealed with 1/64 if random numbers have 10 bits. "
+            "Look at: one Gumbel draw over V + 1 outcomes (first decide whether, then draw which)")
+
+
 @pytest.mark.parametrize("kind", reference.REMASK)
 @pytest.mark.parametrize("eta", [None, 0.06])
 def test_schedule_in_closed_form(kind, eta):
@@ -1289,6 +1303,27 @@ def test_uniform_nats_are_the_limit_of_discrete_ones():
         truth = T * (q * np.log(q / p)).sum()
         close(got[i, j], truth, 1e-3 * abs(truth) + 1e-5, "Eq. 37: the limit of T KL(q || p). "
               "Look at: 1 / (V (1 - t)), the observed token below each ratio")
+
+
+def test_uniform_nats_of_an_oracle_are_the_entropy():
+    """All noisy texts, all times: an exact model of a small language reaches its entropy. What it
+    predicts for a position comes from the OTHER tokens: Eq. 32 adds the noisy token itself."""
+    data = np.array(LANGUAGE)
+    nodes, weights_ = np.polynomial.legendre.leggauss(40)
+    z = torch.tensor(list(itertools.product(range(3), repeat=4)))
+    total = 0.0
+    for node, weight in zip(nodes, weights_):
+        t = (node + 1) / 2
+        each = np.where(z.numpy()[:, None] == data, 1 - t + t / 3, t / 3)  # (81, 5, 4)
+        onto_z = each.prod(-1)  # q(z | x)
+        others = onto_z[..., None] / each  # without the token itself: Eq. 32 puts it in
+        x_theta = np.einsum("znl,nlv->zlv", others / others.sum(1, keepdims=True), np.eye(3)[data])
+        log_q = torch.from_numpy(x_theta).clamp_min(1e-300).log()
+        for n, x in enumerate(data):
+            times, clean = torch.full((81,), t).double(), torch.tensor(x).expand(81, 4)
+            nats = tadm.uniform_nats(log_q, clean, z, times).sum(1)
+            total += weight / 2 * float(torch.from_numpy(onto_z[:, n]) @ nats) / len(data)
+    close(total, math.log(5), 1e-3, "Eq. 37 of an exact oracle, over all positions and times")
 
 
 def test_uniform_objectives_of_a_fixed_prediction():
