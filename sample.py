@@ -54,8 +54,8 @@ def parse(argv):
     add("--data", metavar="FILE", help="with --compare: where their text lies now")
     add("--judge", metavar="CKPT", help="with --compare: rate samples by its bound")
     add("--quick", action="store_true", help="with --compare: fewer canvases")
-    args, default = parser.parse_args(argv), parser.parse_args([])
-    args.given = [name for name in vars(args) if vars(args)[name] != vars(default)[name]]
+    args, default = parser.parse_args(argv), vars(parser.parse_args([]))
+    args.given = [name for name, value in vars(args).items() if value != default[name]]
     for name in args.given:
         if name in WITH_COMPARE and not args.compare:
             toy.fail(f"{toy.flag(name)} needs --compare")
@@ -81,19 +81,22 @@ class Watch:
     def __init__(self, model, tokenizer, canvas, steps, live):
         words = [[c if c.isprintable() else "·" for c in word] for word in tokenizer.vocab[1:]]
         self.words = [" ·", *map("".join, words), " ███"]  # end token, words, mask
+        self.mask = len(tokenizer.vocab)
         self.anchored, self.masked = model.depths[0] > 0, model.mask_id is not None
         self.canvas, self.saw, self.steps, self.live = canvas, canvas, steps, live
-        self.refreshed, self.frames = [], [[*map(self.look, canvas, canvas)]]
+        self.due, self.refreshed, self.frames = [], [], [[*map(self.look, canvas, canvas)]]
         self.terminal, self.pause = sys.stdout.isatty(), min(0.1, 10 / max(1, steps))
 
     def __call__(self, step, z, age):
         if age == 0 or not (self.anchored and self.masked):
             self.saw = self.canvas  # a fresh anchor has seen the canvas before this step
-        self.canvas = z[0].tolist()
+        self.due = [step] if age == 0 and self.anchored else self.due
+        before, self.canvas = self.canvas, z[0].tolist()
+        if not self.masked or any(a == self.mask != b for a, b in zip(before, self.canvas)):
+            self.refreshed += self.due  # an anchor is computed when a word is revealed with it
+            self.due = []
         looks = [*map(self.look, self.canvas, self.saw)]
         self.frames.append(looks)
-        if age == 0 and self.anchored:
-            self.refreshed.append(step)
         head = f"step {step + 1:>4}/{self.steps}" + f"  anchor age {age:>3}" * self.anchored
         if self.live and self.terminal:
             colors = {"mask": "2", "dim": "2", "again": "31", "new": "1;92", "seen": "0"}
@@ -105,7 +108,7 @@ class Watch:
 
     def look(self, token, saw):
         """The (kind, word) of a token where the anchor saw another one, or the same."""
-        kinds = ("mask", "again") if token == len(self.words) - 1 else ("seen", "new")
+        kinds = ("mask", "again") if token == self.mask else ("seen", "new")
         if not self.masked:
             kinds = (kinds[0], "dim")  # noise, or just accepted
         return kinds[token != saw], self.words[token]
@@ -260,7 +263,6 @@ def compare(args, device):
     print(f"\nbound: nats/token, {len(x)} canvases, +- standard error; gap: to the true entropy;\n"
           "perplexity: by the judge; entropy: of the words inside a sample; layers: calls per\n"
           f"step over {single}, then with the fusion's work; speed-up: over the first row.")
-    return 0
 
 
 def run(argv):
@@ -290,11 +292,11 @@ def run(argv):
     if len(ids) > L:
         toy.fail(f"the prompt has {len(ids)} tokens, the canvas only {L}: shorten it")
     canvas = ids + [mask] * (L - len(ids))
-    usual = 2 * L if masked else toy.UNIFORM_STEPS
-    T = None if args.one_by_one else args.steps or usual
+    T = args.steps or (2 * L if masked else toy.UNIFORM_STEPS)
+    T = None if args.one_by_one else T
     steps = T or canvas.count(mask)
     if args.svg and not (args.svg.endswith(".svg") and 1 <= steps <= 1000):
-        toy.fail(f"--svg draws 1 to 1000 steps, these are {steps}, into FILE.svg")
+        toy.fail(f"--svg draws 1 to 1000 steps (here {steps}) into a file named .svg")
 
     # Sample. Of a text that is watched there is one, so that the calls counted are its own.
     watch = Watch(model, tokenizer, canvas, steps, args.watch)
@@ -317,10 +319,8 @@ def run(argv):
     print(f"{stats['steps']} steps, {stats['anchor_calls']} anchor calls, "
           f"{stats['denoiser_calls']} denoiser calls, {speed:,.0f} tokens/s")
     if args.svg:
-        calls = f", {stats['anchor_calls']} anchor calls" if watch.anchored else ""
-        picture = svg(watch, f"{stats['steps']} reverse steps{calls}")
+        picture = svg(watch, f"{stats['steps']} reverse steps, {len(watch.refreshed)} anchor calls")
         toy.write_file(args.svg, "--svg", lambda part: part.write_text(picture, encoding="utf-8"))
-    return 0
 
 
 main = functools.partial(toy.shielded, run, "sample.py")

@@ -1891,8 +1891,8 @@ def test_script_bad_input_to_training(trained, tmp_path, monkeypatch, capsys, ar
     (["@", "--quick"], "--quick needs"),
     (["--compare", "@", "--num", 1], "--num has no effect"),
     (["--compare", "@", "moved.pt"], "not trained on the same"),
-    (["@", "--svg", "a.txt"], "into FILE.svg"),
-    (["@", "--svg", "a.svg", "--steps", 1001], "these are 1001"),
+    (["@", "--svg", "a.txt"], "into a file named .svg"),
+    (["@", "--svg", "a.svg", "--steps", 1001], "(here 1001)"),
     (["@", "--svg", "folder.svg"], "--svg"),
 ], ids=lambda v: v if isinstance(v, str) else "")
 def test_script_bad_input_to_sampling(trained, tmp_path, monkeypatch, capsys, argv, message):
@@ -2082,8 +2082,13 @@ def test_script_svg(kind, remask):
     assert min(sizes) * 360 / float(root.get("viewBox").split()[2]) >= 9, "legible on a phone"
     path = root.find(f"{name}path[@class='due']").get("d")
     marks = [float(x) for x in re.findall(r"M([\d.]+)", path)]
-    due = [15 + 450 * j / 30 for j in range(0, 30, 4)] if kind != "MDLM" else []
-    assert np.allclose(marks, due, atol=0.06), "anchors are due at steps 0, 4, ..; MDLM has none"
+    canvases = [np.array(canvas) for canvas, _ in frames]
+    shows = [((a == 7) & (b != 7)).any() for a, b in itertools.pairwise(canvases)]
+    due = [j for j in range(0, 30, 4) if any(shows[j : j + 4])] if kind != "MDLM" else []
+    truth = [15 + 450 * j / 30 for j in due]
+    assert len(marks) == len(due) and np.allclose(marks, truth, atol=0.06), (
+        "an anchor is due at steps 0, 4, .., and computed if a word comes before the next; "
+        "MDLM has none")
     word = {0: "·", 3: "<script>alert('1')</script>", 4: '&"]]>', 5: "··", 6: "·"}
     elements = [e for e in root if e.get("class") in ("mask", "again", "new", "seen")]
 
@@ -2111,12 +2116,14 @@ def test_script_svg(kind, remask):
     assert {"mask", "new"} <= classes and ("again" in classes) == (remask != "none")
 
 
-def test_script_writes_a_picture(trained, tmp_path):
+def test_script_writes_a_picture(trained, tmp_path, capsys):
     path = tmp_path / "new" / "a.svg"
     argv = [str(trained / "tadm.pt"), "--svg", str(path), "--steps", "1000", "--prompt", "The cat"]
     assert sample_script.main(argv) == 0
     root = xml.etree.ElementTree.fromstring(path.read_text(encoding="utf-8"))
-    assert path.stat().st_size < 300_000 and "1000 reverse steps" in "".join(root.itertext())
+    calls = re.search(r"1000 steps, (\d+) anchor calls", capsys.readouterr().out)[1]
+    assert f"1000 reverse steps, {calls} anchor calls" in "".join(root.itertext())
+    assert path.stat().st_size < 300_000
     for still in (Path(__file__).parent / "assets").glob("*.svg"):
         assert xml.etree.ElementTree.parse(still).getroot().tag.endswith("svg"), still
 
