@@ -787,7 +787,8 @@ def explained(message, *kinds):
         raise
     except kinds as e:
         reason = getattr(e, "strerror", None) or f"{e}" or type(e).__name__
-        raise UserError(f"{message} ({' '.join(reason.split())[:200]})") from None
+        reason = " ".join(reason.split()).split(". ")[0]  # torch goes on with odd advice
+        raise UserError(f"{message} ({reason[:200]})") from None
 
 
 def run(argv):
