@@ -230,7 +230,8 @@ def refuses(call, *cases):
     for case in cases:
         with pytest.raises(ValueError):
             call(**case)
-            pytest.fail(f"a ValueError is due for {case}")
+            what = " ".join(str(case).split())[:99]
+            pytest.fail(f"the docstring promises a ValueError for {what}")
 
 
 class Toy:
@@ -548,7 +549,8 @@ def test_further_hides_more_of_the_same_canvas():
     t_stale = torch.tensor([0.5, 0.5, 1.0, 1.0])
     z_stale = tadm.corrupt_further(z, t, t_stale, 7, rng())
     for row, share in zip(z_stale, (2 / 7, 0.5, 1, 1)):
-        mean_is(row == 7, share, "Eq. 15: a visible token is masked with 1 - alpha_t' / alpha_t")
+        mean_is(row == 7, share, "Eq. 15: a visible token is masked with 1 - alpha_t' / alpha_t, "
+                "each with a draw of its own")
     repeats(lambda g: tadm.corrupt_further(z, t, t_stale, 7, g))
     x, t = torch.arange(50).repeat(200, 1), torch.rand(200, generator=rng())
     z = reference.corrupt(x, t, 50, rng())
