@@ -26,7 +26,7 @@ MASKED_ONLY = ("temperature", "top_p", "remask", "spacing", "order")
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description="Write text with a checkpoint. (4): the default.")
+    parser = argparse.ArgumentParser(description="Write text. Defaults stand in brackets.")
     parser.error = toy.fail
     add, count = parser.add_argument, toy.number(int, 1)
     trained = Path("out/tadm.pt")
@@ -37,7 +37,7 @@ def parse(argv):
     steps("--steps", type=count, help="default: twice the canvas; without masks 48")
     steps("--one-by-one", action="store_true", help="one token per step")
     add("--refresh-every", type=count, default=4, metavar="K", help="anchor once in K steps (4)")
-    add("--spacing", choices=("even", "log"), help="of these (log: closer together at first)")
+    add("--spacing", choices=("even", "log"), help="even as in the paper, or closer at first (log)")
     add("--order", choices=("random", "confidence", "entropy"), default="random",
         help="which words come first: any, or the surest")
     add("--eta", type=toy.number(float, 0), default=0.1, help="nats that a step may accept (0.1)")
@@ -85,7 +85,7 @@ class Watch:
         self.anchored, self.masked = model.depths[0] > 0, model.mask_id is not None
         self.canvas, self.saw, self.steps, self.live = canvas, canvas, steps, live
         self.due, self.refreshed, self.frames = [], [], [[*map(self.look, canvas, canvas)]]
-        self.terminal, self.pause = sys.stdout.isatty(), min(0.1, 10 / max(1, steps))
+        self.terminal, self.pause = live and sys.stdout.isatty(), min(0.1, 10 / max(1, steps))
 
     def __call__(self, step, z, age):
         if age == 0 or not (self.anchored and self.masked):
@@ -98,7 +98,7 @@ class Watch:
         looks = [*map(self.look, self.canvas, self.saw)]
         self.frames.append(looks)
         head = f"step {step + 1:>4}/{self.steps}" + f"  anchor age {age:>3}" * self.anchored
-        if self.live and self.terminal:
+        if self.terminal:
             colors = {"mask": "2", "dim": "2", "again": "31", "new": "1;92", "seen": "0"}
             text = "".join(f"\x1b[0;{colors[kind]}m{word}" for kind, word in looks)
             print(f"\x1b[H\x1b[J{head}\n{text}\x1b[0m", flush=True)
@@ -292,8 +292,7 @@ def run(argv):
     if len(ids) > L:
         toy.fail(f"the prompt has {len(ids)} tokens, the canvas only {L}: shorten it")
     canvas = ids + [mask] * (L - len(ids))
-    T = args.steps or (2 * L if masked else toy.UNIFORM_STEPS)
-    T = None if args.one_by_one else T
+    T = None if args.one_by_one else args.steps or (2 * L if masked else toy.UNIFORM_STEPS)
     steps = T or canvas.count(mask)
     if args.svg and not (args.svg.endswith(".svg") and 1 <= steps <= 1000):
         toy.fail(f"--svg draws 1 to 1000 steps (here {steps}) into a file named .svg")
@@ -311,6 +310,7 @@ def run(argv):
     with toy.explained("these options do not go together", ValueError):
         z, stats = toy.generate(model, num, T, args.refresh_every, g, callback=watch,
                                 prompt=torch.tensor(canvas, device=device), **options)
+    begin += watch.pause * watch.terminal * stats["steps"]  # what --watch has slept
     speed = toy.per_second(z.numel(), begin)
 
     # Print.
