@@ -694,19 +694,15 @@ def uniform_nats(log_q, x, z, t):
     return (r_theta - r + r * (r / r_theta).log()).sum(dim=-1) / (V * (1 - t[..., 0]))
 
 
-def uniform_loss(model, x, generator=None, elbo=False):
-    """Training loss: cross-entropy of x (B, L) at all positions, a scalar in nats per token;
-    elbo: Eq. 37 instead. Half of the rows are given their own first prediction."""
+def uniform_loss(model, x, generator=None):
+    """Training loss: cross-entropy of x (B, L) at all positions, a scalar in nats per token.
+    Half of the rows are given their own first prediction."""
     t, _ = sample_times(len(x), [1], [1], generator, x.device)
-    if elbo:
-        t = t.clamp(max=0.999).square()  # see uniform_bound
     z, half = corrupt_uniform(x, t, model.config.vocab_size, generator), len(x) // 2
     p = torch.zeros(*x.shape, model.config.vocab_size, device=x.device)
     with torch.no_grad():  # the times are in random order: the first half is as good as any
         p[:half] = model.predict(z[:half], None).softmax(dim=-1)
     log_q = model.predict((z, p), None).float().log_softmax(dim=-1)
-    if elbo:
-        return (2 * t.sqrt()[:, None] * uniform_nats(log_q, x, z, t)).mean()
     return F.nll_loss(log_q.transpose(1, 2), x)
 
 

@@ -303,7 +303,7 @@ def training_loss(model, x, args, step, g):
         steps = UNIFORM_STEPS if model.mask_id is None else steps
         return tadm.posttrain_loss(model, model.base, x, steps, kd_weight=KD_WEIGHT, generator=g)
     if args.model == "uniform":
-        return tadm.uniform_loss(model, x, g, args.elbo)
+        return tadm.uniform_loss(model, x, g)
     # Staleness as in C.2: K in {1, 2, 4, 8}, T from L/8 to 4L.
     refresh_choices = [1, 2, 4, 8] if args.anchors == "stale" else [1]
     steps_choices = [max(1, L * 2**i // 8) for i in range(6)]
@@ -563,10 +563,10 @@ PRESETS = {  # for a 2-core CPU, and for one consumer GPU with 8 GB
 STORIES = {"seq_len": 62, "steps": 2000}  # the longest story has 62 tokens
 POSTTRAIN = {"steps": 1000, "batch_size": 16, "lr": 5e-3}
 DEFAULTS = {"data": "tinystories", "preset": "cpu", "gamma": 0.0, "seed": 0, "device": "auto",
-            "out": "out", "resume": False, "elbo": False}
+            "out": "out", "resume": False}
 FREE_TO_CHANGE = {"resume", "steps", "out", "device"}  # when a run is resumed
 FILES = {"data", "posttrain"}  # may have moved: what is in them decides
-ONLY_FOR = {"anchors": ("tadm", "adlm"), "gamma": ("tadm", "adlm"), "elbo": ("uniform",)}
+ONLY_FOR = {"anchors": ("tadm", "adlm"), "gamma": ("tadm", "adlm")}
 SIZES = ("preset", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor", "n_denoiser")
 ONLY_FOR |= dict.fromkeys(("model", *SIZES), ("tadm", "adlm", "mdlm", "uniform"))
 
@@ -596,7 +596,6 @@ def parse(argv):
     add("--model", choices=list(MODELS)[:4],
         help="tadm (default), its predecessors adlm, mdlm, or uniform: without a mask token")
     add("--posttrain", metavar="CKPT", help="give this trained mdlm or uniform an anchor cache")
-    add("--elbo", action="store_true", help="train a uniform model with Eq. 37: it writes worse")
     add("--data", help="tinystories (default, one download), stories (built in), or a text file")
     add("--preset", choices=PRESETS, help="sizes for a 2-core cpu (default) or for an 8 GB gpu")
     add("--steps", type=count, help="training steps")
