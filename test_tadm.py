@@ -1529,19 +1529,17 @@ TALE = ("One day, Tom and Mia went to the park. Mia had a big red ball. The ball
 @pytest.mark.parametrize("old,new,bad", [
     ("", "", 0), (" The ball was nice.", "", 0), ("took the red", "took the", 0),
     ("took the red", "took the blue", 1), ("At the park Tom", "At the zoo Tom", 1),
-    ("The dog", "The cat", 1), ("found the ball", "found the kite", 1),
-    ("played at the park", "played at the zoo", 1), ("Mia had", "Anna had", 1),
-    ("They played", "Mia and Tom played", 0), ("Tom and Mia", "Tom and Tom", 1),
-    ("Tom and Mia", "Tom and FRIEND", 1), ("One day", "Once", 0), (" big", " big big", 1),
-    ("dog took", "dog dog took", 1), (" took", "", 1), ("tree.", "tree", 1), ("tree.", "tree!", 1),
+    ("found the ball", "found the kite", 1), ("played at the park", "played at the zoo", 1),
+    ("Mia had", "Anna had", 1), ("They played", "Mia and Tom played", 0),
+    ("Tom and Mia", "Tom and Tom", 1), ("Tom and Mia", "Tom and FRIEND", 1),
+    (" big", " big big", 1), (" took", "", 1), ("tree.", "tree", 1), ("tree.", "tree!", 1),
     (" Tom found the ball under a tree.", "", None), ("the park.", "the park..", 1),
     ("park. Mia had", "park. The ball was nice. Mia had", None),
 ])
 def test_stories_each_fault_costs_its_sentence(old, new, bad):
-    text = TALE.replace(old, new, 1)
-    valid, n = train_toy.valid_sentences(text)
+    whole, valid, n = train_toy.check_story(TALE.replace(old, new, 1))
     assert n - valid == (bad or 0), "a valid sentence agrees with the facts first told"
-    assert train_toy.is_story(text) == (bad == 0), "None: all sentences valid, but no story"
+    assert whole == (bad == 0), "None: all sentences valid, but no story"
 
 
 def test_stories_shares_in_canvases():
@@ -1558,26 +1556,21 @@ def test_stories_shares_in_canvases():
 
 @pytest.mark.parametrize("shape", [(8, 8), (12, 4), (4, 12), (1, 1)])
 def test_script_muon_against_numpy(shape):
-    """Gradients are multiples of two matrices U S V^T: the steps are near U V^T, along momentum."""
-    draw = np.random.default_rng(0)
-    parts = [np.linalg.svd(draw.normal(size=shape), full_matrices=False) for _ in range(2)]
-    parts = [(u, np.linspace(c, c / 5, len(s)), v)
-             for (u, s, v), c in zip(parts, (9, 0.01))]
-    matrices = [torch.zeros(shape).requires_grad_() for _ in parts]
-    optimizer = train_toy.Muon(matrices, lr=0.01, momentum=0.9)
+    """Gradients are multiples of U S V^T: the steps are near U V^T, along momentum."""
+    u, s, v = np.linalg.svd(np.random.default_rng(0).normal(size=shape), full_matrices=False)
+    s = np.linspace(9, 9 / 5, len(s))
+    p = torch.zeros(shape).requires_grad_()
+    optimizer = train_toy.Muon([p], lr=0.01, momentum=0.9)
     size, mean = 0.01 * 7 * max(1, shape[0] / shape[1]) ** 0.5, 0.0
     for factor in (1.0, -0.05, -0.6):
         mean = 0.9 * mean + 0.1 * factor
         ahead = 0.1 * factor + 0.9 * mean  # Nesterov; its sign: +, +, -
-        before = [p.detach().clone() for p in matrices]
-        for p, (u, s, v) in zip(matrices, parts):
-            p.grad = torch.tensor(factor * (u * s) @ v).float()
+        before, p.grad = p.detach().clone(), torch.tensor(factor * (u * s) @ v).float()
         optimizer.step()
-        for p, old, (u, _, v) in zip(matrices, before, parts):
-            update = (old - p.detach()).numpy() / size * np.sign(ahead)
-            s = np.diag(u.T @ update @ v.T)
-            assert ((0.65 < s) & (s < 1.25)).all(), f"singular values near 1, got {s}"
-            assert np.allclose(update, (u * s) @ v, atol=1e-3), "the gradient's singular vectors"
+        update = (before - p.detach()).numpy() / size * np.sign(ahead)
+        found = np.diag(u.T @ update @ v.T)
+        assert ((0.65 < found) & (found < 1.25)).all(), f"singular values near 1, got {found}"
+        assert np.allclose(update, (u * found) @ v, atol=1e-3), "the gradient's singular vectors"
 
 
 def test_script_muon_trains_matrices_of_layers_and_fusion_only():
@@ -1599,19 +1592,22 @@ def test_script_muon_trains_matrices_of_layers_and_fusion_only():
 ODD = """“Well,” said Tom’s dog — woof!  It didn't; the café cost 25 cents…
 
 They went home, and  slept."""
+TINY = ["--steps", "6", "--d-model", "16", "--n-heads", "2", "--n-anchor", "2", "--n-denoiser", "1",
+        "--batch-size", "4", "--seq-len", "12", "--device", "cpu"]
 
 
-def write_tales(folder, n=60):
+def write_tales(folder, n=60, between=train_toy.END):
     """A text file of n different short stories. Returns its path."""
     g, path = random.Random(7), folder / "tales.txt"
     nouns = ["cat", "dog", "bird", "fish", "frog", "cow", "duck", "hen"]
     tales = [f'The {g.choice(nouns)} saw {i} {g.choice(nouns)}s, said "Hello!"' for i in range(n)]
-    path.write_text("\n<|endoftext|>\n".join(tales), encoding="utf-8")
+    path.write_text(between.join(tales), encoding="utf-8")
     return path
 
 
 def load(path, seq_len):
-    return train_toy.load_data(train_toy.settings({"data": str(path), "seq_len": seq_len})[0])
+    args, _ = train_toy.parse(["--data", str(path), "--seq-len", str(seq_len)])
+    return train_toy.load_data(args)[:3]
 
 
 @pytest.mark.parametrize("vocab_size", [60, 500])
@@ -1626,11 +1622,12 @@ def test_text_tokenizer_gives_back_the_text(vocab_size):
     assert small.encode("aa aa bb") == [2, 2, 5, 1, 3, 3], "a word brings its own space"
 
 
-def test_text_is_divided_by_story_and_cut_from_the_beginning(tmp_path):
-    path = write_tales(tmp_path)
-    tales = path.read_text(encoding="utf-8").split("\n<|endoftext|>\n")
-    path.write_text(train_toy.END.join(tales * 2), encoding="utf-8")
-    train, val, tokenizer = load(path, 8)
+@pytest.mark.parametrize("between", [f"\n{train_toy.END}\n", "\n \n\n"])
+def test_text_is_divided_by_story_and_cut_from_the_beginning(tmp_path, between):
+    path = write_tales(tmp_path, between=between)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text + between + text, encoding="utf-8")
+    tales, (train, val, tokenizer) = text.split(between), load(path, 8)
     assert train.shape == (57, 8) and val.shape == (3, 8), "one story in 20 validates, none twice"
     rest = [tale for i, tale in enumerate(tales) if i % 20]
     for row, tale in zip([*val, *train], [*tales[::20], *rest]):
@@ -1639,46 +1636,39 @@ def test_text_is_divided_by_story_and_cut_from_the_beginning(tmp_path):
     assert tokenizer.decode(long[0].tolist()) == tales[1] and long[0, -1] == 0, "filled up with end"
 
 
-@pytest.mark.parametrize("text,n_windows", [
-    ("\n".join(f"w{10 + i % 50}" for i in range(200)) + "!", 50),  # 400 tokens
-    ("".join(chr(0x4E00 + i * i % 97) for i in range(905)), 114)], ids=["words", "Chinese"])
-def test_text_without_separators_is_cut_into_windows(tmp_path, text, n_windows):
-    (tmp_path / "plain.txt").write_text(text, encoding="utf-8")
-    train, val, tokenizer = load(tmp_path / "plain.txt", 8)
-    assert len(val) == n_windows // 20 and len(train) == n_windows - len(val)
-    pieces = [tokenizer.decode(row.tolist()) for row in torch.cat([val, train])]
-    assert "".join(pieces) == text, "every token is reached once, the last one too"
-
-
 def test_text_download(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    good, body = tmp_path / "good.txt", b"once upon a time " * 5000
-    good.write_bytes(body)
-    (tmp_path / "short").write_bytes(body[:1000])
-    fetch = functools.partial(train_toy.download, size=len(body), timeout=0.5,
-                              sha256=hashlib.sha256(body).hexdigest())
-    silent = socket.create_server(("127.0.0.1", 0))
+    """Checked by its hash, once, into the cache of the user; a silent server is not waited for."""
+    (tmp_path / "good").write_bytes(b"once upon a time")
+    (tmp_path / "bad").write_bytes(b"once upon")
+    set_timeout, silent = socket.setdefaulttimeout, socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: set_timeout(seconds / 20))
     slow = f"http://127.0.0.1:{silent.getsockname()[1]}/"
-    for bad in ((tmp_path / "short").as_uri(), slow, "http://127.0.0.1:9/", "http://a:b/"):
+    digest = hashlib.sha256(b"once upon a time").hexdigest()
+    monkeypatch.setitem(train_toy.TINYSTORIES, "hash_prefix", digest)
+
+    def fetch(url, cache):
+        monkeypatch.setitem(train_toy.TINYSTORIES, "url", url)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        return train_toy.download()
+
+    for url in ((tmp_path / "bad").as_uri(), slow, "http://127.0.0.1:9/", "http://a:b/"):
         with pytest.raises(train_toy.UserError, match="could not be downloaded"):
-            fetch(bad)
-        assert not (tmp_path / "cache").exists(), "nothing half-done may stay behind"
+            fetch(url, tmp_path)
+        assert not [*(tmp_path / "tadm-toy").iterdir()], "nothing half-done may stay behind"
     silent.close()
-    path = fetch(good.as_uri())
-    assert path.read_bytes() == body and path.parent == tmp_path / "cache" / "tadm-toy"
-    assert fetch("http://127.0.0.1:9/good.txt") == path, "downloaded once, no network afterwards"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert fetch(good.as_uri()).parent == tmp_path / ".cache" / "tadm-toy"
+    set_timeout(None)
+    path = fetch((tmp_path / "good").as_uri(), tmp_path)
+    assert path.read_bytes() == b"once upon a time" and path.parent == tmp_path / "tadm-toy"
+    assert fetch("http://127.0.0.1:9/", tmp_path) == path, "downloaded once"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    path = fetch((tmp_path / "good").as_uri(), "relative")
+    assert path.parent == tmp_path / "home" / ".cache" / "tadm-toy"
     monkeypatch.setenv("HOME", os.devnull)
     with pytest.raises(train_toy.UserError):
-        fetch(good.as_uri())
+        fetch((tmp_path / "good").as_uri(), "")
 
 
 # ---------------------------------------------------------------------------------- scripts
-
-TINY = ["--steps", "6", "--d-model", "16", "--n-heads", "2", "--n-anchor", "2", "--n-denoiser", "1",
-        "--batch-size", "4", "--seq-len", "12", "--device", "cpu"]
 
 
 @pytest.fixture
@@ -1690,13 +1680,13 @@ def tales(tmp_path):
 def trained(tmp_path_factory):
     """A folder with tales.txt, tiny checkpoints of all kinds, and what each run printed."""
     out = tmp_path_factory.mktemp("it's")
-    fresh = ["--data", str(write_tales(out)), *TINY]
+    fresh = ["--data", str(write_tales(out)), "--out", str(out), *TINY]
     runs = {name: [*fresh, "--model", name] for name in ("tadm", "mdlm", "uniform")}
-    runs |= {name: post(out, base) for base, name in train_toy.POSTTRAINED.items()}
+    runs |= {f"posttrained_{base}": post(out, base) for base in ("mdlm", "uniform")}
     for name, argv in runs.items():
         path = out / f"{name}.txt"
         with open(path, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
-            assert train_toy.main([*argv, "--out", str(out)]) == 0
+            assert train_toy.main(argv) == 0
     return out
 
 
@@ -1721,7 +1711,7 @@ def wrong(main, argv, capsys):
     capsys.readouterr()
     assert main([str(a) for a in argv]) == 2, f"{argv} must end with exit code 2"
     lines = capsys.readouterr().err.splitlines()
-    lines = [line for line in lines if "|" not in line and line.strip()]
+    lines = [line for line in lines if not re.search(r"%\||it/s|^\s*$", line)]
     assert len(lines) == 1 and "Traceback" not in lines[0], f"one clear line, got {lines}"
     return lines[0]
 
@@ -1767,9 +1757,9 @@ def test_script_trains_and_samples_from_end_to_end(trained, capsys):
     assert sampled.equal(saved["ema"][name]) and not sampled.equal(saved["weights"][name])
 
 
-@pytest.mark.parametrize("base_name,name", train_toy.POSTTRAINED.items())
-def test_script_posttrain_from_end_to_end(trained, capsys, base_name, name):
-    printed = (trained / f"{name}.txt").read_text(encoding="utf-8")
+@pytest.mark.parametrize("base", ["mdlm", "uniform"])
+def test_script_posttrain_from_end_to_end(trained, base):
+    printed = (trained / f"posttrained_{base}.txt").read_text(encoding="utf-8")
     table = {(kind, int(K)): tuple(map(float, values[:3]))
              for kind, K, *values in tables(printed)[0][1:]}
     rows = itertools.product(("naive", "fused"), (1, 2, 3, 4, 8))
@@ -1777,12 +1767,13 @@ def test_script_posttrain_from_end_to_end(trained, capsys, base_name, name):
     assert table["naive", 1] == table["fused", 1] == table["teacher", 1], "K = 1 is the teacher"
     assert table["teacher", 1][1:] == (0, 1), "the teacher: KL 0, all layers at every step"
     assert table["naive", 8][2] < table["fused", 8][2] < 1, "layer calls"
-    base, post = (train_toy.load_checkpoint(trained / f"{n}.pt")["ema"] for n in (base_name, name))
-    for weight, value in base.items():
-        assert value.equal(post[f"base.{weight}"]), f"{weight} of the base must stay frozen"
-    n_new = sum(v.numel() for k, v in post.items() if k.startswith("fusion."))
-    assert f"{name}: {n_new:,} weights to train of " in printed
-    assert sample_script.main([str(trained / f"{name}.pt"), "--steps", "9", "--naive"]) == 0
+    paths = [trained / f"{name}.pt" for name in (base, f"posttrained_{base}")]
+    before, after = (train_toy.load_checkpoint(path)["ema"] for path in paths)
+    for weight, value in before.items():
+        assert value.equal(after[f"base.{weight}"]), f"{weight} of the base must stay frozen"
+    n_new = sum(v.numel() for k, v in after.items() if k.startswith("fusion."))
+    assert f"posttrained_{base}: {n_new:,} weights to train of " in printed
+    assert sample_script.main([str(paths[1]), "--steps", "9", "--naive"]) == 0
 
 
 def test_script_learns_the_built_in_stories_without_a_network(monkeypatch, capsys, tmp_path):
@@ -1799,19 +1790,15 @@ def test_script_learns_the_built_in_stories_without_a_network(monkeypatch, capsy
     assert float(nats) < 3.6, "an untrained model has ln V = 4.7 nats/token"
 
 
-@pytest.mark.parametrize("model", ["tadm", "uniform", "posttrained"])
+@pytest.mark.parametrize("model", ["tadm", "uniform", "posttrained_mdlm"])
 def test_script_resume_equals_an_uninterrupted_run(trained, tmp_path, monkeypatch, capsys, model):
     """Ctrl-C after 3 of 6 steps, then --resume: the very same weights and averages."""
-    base, out = train_toy.load_checkpoint(trained / "mdlm.pt"), tmp_path / "the other's"
-    torch.save(base, tmp_path / "mdlm.pt")
     argv = ["--data", str(trained / "tales.txt"), *TINY, "--model", model]
-    argv = post(tmp_path) if model == "posttrained" else argv
-    stop = signal.SIGINT if model == "tadm" else signal.SIGTERM
+    argv = post(trained) if model == "posttrained_mdlm" else argv
+    stop, out = signal.SIGINT if model == "tadm" else signal.SIGTERM, tmp_path / "the other's"
     with monkeypatch.context() as patch:
         at_step(patch, 3, lambda *_: signal.raise_signal(stop))
         assert train_toy.main([*argv, "--out", str(out)]) == 130, "Ctrl-C"
-    base["args"]["d_model"], base["ema"] = 8, {}  # trained anew: a post-training keeps its own
-    torch.save(base, tmp_path / "mdlm.pt")
     main, argv = pasted(capsys.readouterr().out, "stopped at step 3, all saved; to go on: ")
     assert main(argv) == 0
     whole, parts = (train_toy.load_checkpoint(at / f"{model}.pt") for at in (trained, out))
@@ -1823,12 +1810,12 @@ def test_script_resume_equals_an_uninterrupted_run(trained, tmp_path, monkeypatc
 
 def test_script_stops_where_nothing_is_finite(tales, capsys, monkeypatch, tmp_path):
     line = wrong(train_toy.main, [*tales, "--lr", "1e30"], capsys)
-    assert "not finite" in line and "none" in line, "weights may break after a loss that was finite"
+    assert "not finite" in line and "nothing was saved" in line, "weights may break after the loss"
     assert not list(tmp_path.rglob("*.pt")), "weights that are not finite are never saved"
     at_step(monkeypatch, 4, lambda model, _: model.position.data.fill_(math.nan))
     assert train_toy.main(tales) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "at step 4" in error and "tadm.pt (step 3)" in error
+    assert "at step 4" in error and "tadm.pt holds step 3" in error
     assert train_toy.load_checkpoint(tmp_path / "my '{out}" / "tadm.pt")["step"] == 3
 
 
@@ -1838,7 +1825,7 @@ DATA = ["--data", "@/tales.txt", *TINY]
 @pytest.mark.parametrize("argv,message", [
     (["--data", "nowhere.txt"], "cannot read"),
     (["--data", "empty"], "too short"),
-    (["--data", "short"], "96 tokens"),
+    (["--data", "short"], "two stories"),
     (["--data", "binary"], "utf-8"),
     (["--data", "stories", "--seq-len", 20], "--seq-len 62"),
     ([*TINY, "--out", "short"], "--out"),
@@ -1851,23 +1838,22 @@ DATA = ["--data", "@/tales.txt", *TINY]
     ([*DATA, "--n-heads", 3], "divisible"),
     ([*DATA, "--vocab-size", 5], "--vocab-size"),
     ([*TINY, "--device", "abacus"], "--device"),
-    ([*TINY, "--model", "mdlm", "--gamma", 1], "--gamma has no effect"),
-    (["--posttrain", "@/mdlm.pt", "--preset", "gpu"], "--preset has no effect"),
+    ([*TINY, "--model", "mdlm", "--gamma", 1], "--gamma"),
+    (["--posttrain", "@/mdlm.pt", "--anchors", "stale"], "--anchors"),
+    (["--posttrain", "@/mdlm.pt", "--preset", "gpu"], "has --preset cpu"),
     (["--posttrain", "@/tadm.pt"], "mdlm"),
-    ([*TINY, "--resume"], "no checkpoint"),
-    ([*TINY, "--out", "@", "--resume", "--d-model", 32], "--d-model"),
-    (["--posttrain", "@/mdlm.pt", "--out", "@", "--resume", "--lr", 1], "--lr 0.005"),
-    ([*DATA, "--out", "damaged", "--resume"], "damaged"),
-    ([*TINY, "--out", "renamed", "--resume"], "rename it mdlm.pt"),
+    (["--posttrain", "@/mdlm.pt", "--out", "@"], "exists"),
+    (["--resume"], "no checkpoint"),
+    (["--resume", "@/tadm.pt", "--d-model", 32], "has --d-model 16"),
+    (["--resume", "@/tadm.pt", "--posttrain", "@/mdlm.pt"], "not allowed with"),
+    (["--resume", "damaged.pt"], "damaged"),
 ], ids=lambda v: v if isinstance(v, str) else "")
 def test_script_bad_input_to_training(trained, tmp_path, monkeypatch, capsys, argv, message):
     monkeypatch.chdir(tmp_path)
     for name, content in (("empty", b""), ("binary", b"\x89PNG\xff\x00"), ("short", b"one word")):
         Path(name).write_bytes(content)
     good = train_toy.load_checkpoint(trained / "tadm.pt")
-    for folder, changes in (("damaged", {"optimizers": [{}, {}]}), ("renamed", {"model": "mdlm"})):
-        Path(folder).mkdir()
-        torch.save(good | changes, f"{folder}/tadm.pt")
+    torch.save(good | {"optimizers": [{}, {}]}, "damaged.pt")
     argv = [str(a).replace("@", str(trained)) for a in argv]
     assert message in wrong(train_toy.main, argv, capsys)
 
@@ -1878,9 +1864,6 @@ def test_script_bad_input_to_training(trained, tmp_path, monkeypatch, capsys, ar
     (["other.pt"], "not a checkpoint"),
     (["cut.pt"], "not a checkpoint"),
     (["damaged.pt"], "damaged"),
-    (["broken.pt"], "damaged"),
-    (["wordless.pt"], "damaged"),
-    (["partial.pt"], "parts are missing"),
     (["@", "--prompt", "The cat " * 20], "shorten"),
     (["@", "--prompt", "5%"], "'%'"),
     (["@", "--num", 0], "num"),
@@ -1904,9 +1887,6 @@ def test_script_bad_input_to_sampling(trained, tmp_path, monkeypatch, capsys, ar
     torch.save({"model": 1}, "other.pt")
     torch.save(good | {"ema": {}}, "damaged.pt")
     torch.save(good | {"data_hash": "another"}, "moved.pt")
-    torch.save(good | {"ema": {k: v / 0 for k, v in good["ema"].items()}}, "broken.pt")
-    torch.save(good | {"vocab": good["vocab"][:-1]}, "wordless.pt")
-    torch.save({k: v for k, v in good.items() if k != "args"}, "partial.pt")
     whole = (trained / "tadm.pt").read_bytes()
     half = whole[: len(whole) // 2]
     for name, content in (("foreign.pt", b"not a checkpoint"), ("cut.pt", half)):
@@ -1917,7 +1897,7 @@ def test_script_bad_input_to_sampling(trained, tmp_path, monkeypatch, capsys, ar
 
 
 def test_script_compare_agrees_with_direct_calls(trained, capsys):
-    tadm, post, mdlm = (str(trained / f"{name}.pt") for name in ("tadm", "posttrained", "mdlm"))
+    tadm, post, mdlm = (str(trained / f"{n}.pt") for n in ("tadm", "posttrained_mdlm", "mdlm"))
     argv = ["--compare", tadm, post, mdlm, "--judge", tadm, "--quick"]
     assert sample_script.main(argv) == 0
     printed = capsys.readouterr().out
@@ -1956,21 +1936,6 @@ def test_script_compare_agrees_with_direct_calls(trained, capsys):
     assert row in [row[:4] for row in orders], "steps taken"
 
 
-@pytest.mark.filterwarnings("error:std")
-def test_script_compare_with_one_validation_canvas(tmp_path, monkeypatch, capsys):
-    """There is no standard error of one canvas: the cost is printed without it."""
-    monkeypatch.setattr(train_toy, "report", lambda *_: None)
-    path = tmp_path / "few.txt"
-    path.write_text(train_toy.END.join(f"The cat saw {i} dogs." for i in range(9)))
-    assert train_toy.main([*TINY, "--data", str(path), "--out", str(tmp_path)]) == 0
-    capsys.readouterr()
-    assert sample_script.main(["--compare", str(tmp_path / "tadm.pt"), "--quick"]) == 0
-    printed = capsys.readouterr().out
-    costs = [cell for row in tables(printed)[1][1:] for cell in row[3:]]
-    assert all(re.fullmatch(r"[+-][\d.]+", cell) for cell in costs), costs
-    assert "nan" not in printed
-
-
 def test_script_ships_weights_as_good_as_the_readme_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # no out/tadm.pt here
     assert sample_script.main(["--num", "1"]) == 0 and "assets" in capsys.readouterr().out
@@ -2000,22 +1965,6 @@ def test_script_entropy_of_samples_and_work_of_a_correction():
 
 
 VOCAB = [train_toy.END, "One", " day", " <script>alert('1')</script>", ' &"]]>', "\x0b\ufffe", "\n"]
-
-
-def watched(model, steps=9, live=False, **options):
-    """A Watch that has seen the sampler write a canvas of 6 tokens with VOCAB, and the truth: the
-    canvas before and after each step, each with the one that the anchor saw."""
-    watch = sample_script.Watch(model, train_toy.Tokenizer(VOCAB), [7] * 6, steps, live)
-    truth = [([7] * 6, [7] * 6)]
-
-    def callback(step, z, age):
-        canvas, saw = truth[-1]
-        fresh = age == 0 or not model.depths[0]
-        truth.append((z[0].tolist(), canvas if fresh else saw))
-        watch(step, z, age)
-
-    reference.sample(model, 2, 6, steps, generator=rng(3), callback=callback, **options)
-    return watch, truth
 
 
 def test_script_watch(capsys):
@@ -2067,19 +2016,26 @@ def test_script_samples_without_masks(trained, capsys):
     assert "1 steps, 1 anchor calls" in capsys.readouterr().out, "--eta is the budget"
 
 
-@pytest.mark.parametrize("kind", ["TADM", "ADLM", "MDLM"])
-@pytest.mark.parametrize("remask", ["none", "rescale"])
+@pytest.mark.parametrize("kind,remask", [("TADM", "rescale"), ("ADLM", "none"), ("MDLM", "none")])
 def test_script_svg(kind, remask):
     """Well-formed, without markup from the text; what is shown at any time is that frame."""
     model = random_model(kind, vocab_size=7)
-    watch, frames = watched(model, 30, refresh_every=4, remask=remask, eta=0.9)
+    watch = sample_script.Watch(model, train_toy.Tokenizer(VOCAB), [7] * 6, 30, False)
+    frames = [([7] * 6, [7] * 6)]  # before and after each step: the canvas, and what the anchor saw
+
+    def callback(step, z, age):
+        canvas, saw = frames[-1]
+        fresh = age == 0 or not model.depths[0]
+        frames.append((z[0].tolist(), canvas if fresh else saw))
+        watch(step, z, age)
+
+    reference.sample(model, 2, 6, 30, 4, remask=remask, eta=0.9, generator=rng(3),
+                     callback=callback)
     picture = sample_script.svg(watch, 'K < 4 & "more"')
     root = xml.etree.ElementTree.fromstring(picture)
     name = "{http://www.w3.org/2000/svg}"
     assert {e.tag.removeprefix(name) for e in root.iter()} <= {
         "svg", "style", "rect", "text", "animate", "path", "circle"}, "no markup from the text"
-    names = {name for e in root.iter() for name in e.attrib}
-    assert not any(k.startswith("on") or "href" in k for k in names), "no script"
     assert root.find(f"{name}text").text == 'K < 4 & "more"', "the caption is escaped"
     sizes = [int(px) for px in re.findall(r"(\d+)px", picture)]
     assert min(sizes) * 360 / float(root.get("viewBox").split()[2]) >= 9, "legible on a phone"
@@ -2100,8 +2056,6 @@ def test_script_svg(kind, remask):
             change, opacity = e.find(f"{name}animate"), e.get("opacity", "1")
             if change is not None and time is not None:
                 times = [float(t) for t in change.get("keyTimes").split(";")]
-                assert times[0] == 0 and times == sorted(times)
-                assert change.get("repeatCount") == "indefinite"
                 opacity = change.get("values").split(";")[sum(t <= time for t in times) - 1]
             if opacity == "1":
                 yield e.get("class"), e.text
@@ -2126,56 +2080,48 @@ def test_script_writes_a_picture(trained, tmp_path, capsys):
     root = xml.etree.ElementTree.fromstring(path.read_text(encoding="utf-8"))
     calls = re.search(r"1000 steps, (\d+) anchor calls", capsys.readouterr().out)[1]
     assert f"1000 reverse steps, {calls} anchor calls" in "".join(root.itertext())
-    assert path.stat().st_size < 300_000
-    for still in (Path(__file__).parent / "assets").glob("*.svg"):
-        assert xml.etree.ElementTree.parse(still).getroot().tag.endswith("svg"), still
 
 
-def test_script_overwrites_no_other_run(tales, tmp_path, monkeypatch):
-    """An older file, and that of a run that begins and ends within another one's third step."""
+def test_script_overwrites_no_other_run(tales, tmp_path, monkeypatch, capsys):
+    """An older file, and that of a run that begins and ends within another one's first step."""
     monkeypatch.setattr(train_toy, "report", lambda *_: None)
-    assert train_toy.main([*tales, "--seed", "7"]) == 0
     inner = [*tales, "--seed", "9"]
-    at_step(monkeypatch, 3, lambda _, args: args.seed or train_toy.main(inner))
-    assert train_toy.main(tales) == 0
-    paths = sorted((tmp_path / "my '{out}").iterdir())
-    ends = [(c["args"]["seed"], c["step"]) for c in map(train_toy.load_checkpoint, paths)]
-    assert sorted(ends) == [(0, 2), (0, 6), (7, 6), (9, 6)], "nothing trained is ever lost"
-    assert paths[-1].name == "tadm.pt" and ends[-1] == (0, 6), "the last one has the name"
+    at_step(monkeypatch, 1, lambda _, args: args.seed or train_toy.main(inner))
+    for _ in range(2):
+        assert train_toy.main(tales) == 2 and "exists" in capsys.readouterr().err
+        (path,) = (tmp_path / "my '{out}").iterdir()
+        assert train_toy.load_checkpoint(path)["args"]["seed"] == 9
 
 
 def test_script_data_may_move_but_not_change(trained, tmp_path, capsys, monkeypatch):
     """Whoever reads data for a checkpoint compares its contents, wherever it lies now."""
     monkeypatch.setattr(train_toy, "report", lambda *_: None)
     text, path = (trained / "tales.txt").read_text(encoding="utf-8"), tmp_path / "moved.txt"
-    again = ["--out", str(trained), "--resume"]
     readers = [(sample_script.main, ["--compare", str(trained / "mdlm.pt"), "--quick"]),
                (train_toy.main, [*post(trained), "--out", str(tmp_path)]),
-               (train_toy.main, [*post(trained), *again]),
-               (train_toy.main, ["--model", "mdlm", *TINY, *again])]
+               (train_toy.main, ["--resume", str(trained / "mdlm.pt")])]
     changed = train_toy.END.join(reversed(text.split(train_toy.END)))
     for main, argv in readers:
-        path.write_text(text, encoding="utf-8")
-        assert main([*argv, "--data", str(path)]) == 0, argv
         path.write_text(changed, encoding="utf-8")
         assert "not what" in wrong(main, [*argv, "--data", path], capsys), argv
+        path.write_text(text, encoding="utf-8")
+        assert main([*argv, "--data", str(path)]) == 0, argv
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full disk")
-@pytest.mark.parametrize("out,err", [(None, "/dev/full"), ("/dev/full", None)])
-def test_script_goes_on_without_outputs(tales, tmp_path, monkeypatch, out, err):
-    """Closed, as by >&-, or a full disk: exit code 1 if output was lost, all weights saved."""
-    monkeypatch.setattr(train_toy, "report", lambda *_: None)
-    path = str(tmp_path / "my '{out}" / "adlm.pt")
+def test_script_without_outputs(tales, tmp_path, monkeypatch, capfd):
+    """Closed streams, as by >&-, are no fault; a full disk is told in one line."""
     other = ["--model", "adlm", "--gamma", "0.1", "--dtype", "bfloat16"]  # as no other test has it
-    runs = ((train_toy.main, [*tales, *other], True),
-            (sample_script.main, [path, "--watch", "--steps", "3"], bool(out)))
-    for main, argv, lost in runs:
-        for name, stream in (("stdout", out), ("stderr", err)):
-            stream = stream and os.fdopen(os.open(stream, os.O_WRONLY), "w")
-            monkeypatch.setattr(sys, name, stream)
-        assert main(argv) == lost
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        patch.setattr(sys, "stderr", None)
+        assert train_toy.main([*tales, *other]) == 0
+    path = tmp_path / "my '{out}" / "adlm.pt"
     assert train_toy.load_checkpoint(path)["step"] == 6
+    with open("/dev/full", "w", encoding="utf-8") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert sample_script.main([str(path), "--steps", "3"]) == 1
+    assert "sample.py: cannot print (No space left" in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------- homework and test vectors

@@ -3,7 +3,7 @@ text file of your own, or give a trained MDLM or uniform-state model an anchor c
 
     python train_toy.py                     # TinyStories (one download of 22 MB), 2-core laptop CPU
     python train_toy.py --data stories      # the built-in stories, no network, minutes
-    python train_toy.py --resume            # continue an interrupted run
+    python train_toy.py --resume            # go on with out/tadm.pt where it stopped
     python train_toy.py --posttrain out/mdlm.pt     # train a fusion on a trained --model mdlm
 
 The method is in tadm.py. Here are the stories, the tokens, the training loop and the report, then
@@ -15,8 +15,8 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import functools
 import hashlib
+import io
 import itertools
 import math
 import os
@@ -24,33 +24,32 @@ import random
 import re
 import shlex
 import signal
+import socket
 import sys
 import tempfile
 import time
-import urllib.request
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 import tadm
 
 N_STORIES = 50_000
-FORMAT = "tadm-toy checkpoint 2"
+FORMAT = "tadm-toy checkpoint 3"
 END = "<|endoftext|>"  # one token: fills a canvas up, and separates the stories of a text file
-
-
-def posttrained(base, config):
-    """A base of 6 + 2 layers is split into 3 shared ones, 3 of the anchor and 2 of the denoiser."""
-    rank = 4 * (5 * config.d_model // 32 or 1)  # 40 for d = 64
-    return tadm.PostTrained(base(config), config.n_anchor // 2, config.n_denoiser, rank)
-
-
 MODELS = {"tadm": tadm.TADM, "adlm": tadm.ADLM, "mdlm": tadm.MDLM, "uniform": tadm.UniformLM}
-POSTTRAINED = {"mdlm": "posttrained", "uniform": "posttrained_uniform"}  # of which base
-MODELS |= {name: functools.partial(posttrained, MODELS[base]) for base, name in POSTTRAINED.items()}
+
+
+def make_model(name, config):
+    """name: of MODELS; or posttrained_mdlm, posttrained_uniform, whose 6 + 2 layers are split into
+    3 shared ones, 3 of the anchor and 2 of the denoiser."""
+    model = MODELS[name.removeprefix("posttrained_")](config)
+    if name in MODELS:
+        return model
+    rank = 4 * (5 * config.d_model // 32 or 1)  # 40 for d = 64
+    return tadm.PostTrained(model, config.n_anchor // 2, config.n_denoiser, rank)
 
 
 # ----------------------------------------------------------------- 1. the built-in stories
@@ -129,18 +128,13 @@ def in_capitals(text):
     return re.sub(r"\w+", lambda m: facts.get(m[0], m[0]), text)
 
 
-def is_story(text):
-    """Whether the tables can write this text."""
-    return bool(re.fullmatch(pattern("".join(STORY)), in_capitals(text)))
-
-
-def valid_sentences(text):
-    """(number of valid sentences, number of sentences). Valid: a template of STORY can write it
-    with the facts first mentioned in the text."""
-    sentences = re.findall(r"[^.]+\.?|\.", in_capitals(text))
+def check_story(text):
+    """Whether the tables can write this text; how many of its sentences are valid, and how many it
+    has. Valid: a template of STORY can write it with the facts first mentioned in the text."""
+    text = in_capitals(text)
+    sentences = re.findall(r"[^.]+\.?|\.", text)
     valid = [any(re.fullmatch(pattern(t), s) for t in STORY) for s in sentences]
-    return sum(valid), len(valid)
-
+    return bool(re.fullmatch(pattern("".join(STORY)), text)), sum(valid), len(valid)
 
 # --------------------------------------------------------------------------- 2. tokens
 
@@ -175,8 +169,8 @@ class Tokenizer:
         try:
             return [self.ids[t] for t in itertools.islice(tokens, max_tokens)]
         except KeyError as e:
-            raise UserError(f"the character {e.args[0]!r} does not occur in the training text, so "
-                            "the model has no token for it: leave it out") from None
+            fail(f"the character {e.args[0]!r} does not occur in the training text, so the model "
+                 "has no token for it: leave it out")
 
     def decode(self, ids):
         """The text of a list of ids, up to the first end token."""
@@ -184,55 +178,40 @@ class Tokenizer:
 
 
 # ----------------------------------------------------------------------------- 3. data
-# A canvas holds one story from its beginning, cut at seq_len or filled up with the end token. Text
-# without story separators is cut into windows.
 
 
 def load_data(args, trained=None):
-    """Returns (training canvases, validation canvases, Tokenizer). One story in 20 validates.
-
-    trained: a checkpoint that was trained on the same canvases. Raises UserError if it was not.
-    """
+    """Returns the canvases to train on and to validate on, (N, L) int64, the Tokenizer, and a hash
+    of them all. A canvas holds one story from its beginning, cut or filled up with the end token.
+    One story in 20 validates. Raises UserError if the checkpoint `trained` was trained on others,
+    wherever they lie now."""
+    L = args.seq_len
     if args.data == "stories":
+        if L < STORIES["seq_len"]:
+            fail(f"the built-in stories need --seq-len {STORIES['seq_len']} or more")
         rng = random.Random(0)
         stories = [write_story(rng) for _ in tqdm(range(N_STORIES), "writing stories", leave=False)]
     elif args.data == "tinystories":
-        stories = read_stories(download(**TINYSTORIES))[1:]  # the file begins mid-story
+        stories = read_stories(download())[1:]  # the file begins mid-story
     else:
         stories = read_stories(args.data)
-    L, limit = args.seq_len, None
-    if len(stories) > 1:
-        train, val, limit = [s for i, s in enumerate(stories) if i % 20], stories[::20], L
-    else:  # no separators: windows, those of the first twentieth of the text validate
-        text = "".join(stories)
-        train, val = [text[len(text) // 20 :]], [text[: len(text) // 20]]
-    tokenizer = Tokenizer.train(train, args.vocab_size, limit)
+    train, val = [story for i, story in enumerate(stories) if i % 20], stories[::20]
+    tokenizer = Tokenizer.train(train, args.vocab_size, L)
     # characters that the training text does not have are left out of the validation text
     val = ["".join(c for c in story if c in tokenizer.ids) for story in val]
-    train = [tokenizer.encode(story, limit) for story in tqdm(train, "encoding", leave=False)]
-    val = [tokenizer.encode(story, limit) for story in val]
-    if not limit:
-        n_val, ids = max(1, len(val[0]) // L), val[0] + train[0]
-        windows = [ids[i : i + L] for i in range(0, len(ids), L)]
-        train, val = windows[n_val:], windows[:n_val]
-    rows, n_train = [*train, *filter(None, val)], len(train)
-    if not 0 < n_train < len(rows):
-        fail(f"the data file {args.data} is too short: it needs two stories, or more than "
-             f"{L} tokens, as one canvas validates")
-    x = np.zeros((len(rows), L), dtype=np.int64)  # 0 is the end token
-    for i, row in enumerate(rows):
-        x[i, : len(row)] = row
-    x = torch.from_numpy(x)
-    data = x[:n_train], x[n_train:], tokenizer
-    if trained and trained["data_hash"] != fingerprint(*data):
+    canvases = []
+    for part in (train, val):
+        rows = [tokenizer.encode(story, L) for story in tqdm(part, "encoding", leave=False)]
+        rows = [row + [0] * (L - len(row)) for row in rows if row]  # 0 is the end token
+        if not rows:
+            fail(f"{args.data} is too short: it needs two stories, with {END} or an empty line "
+                 "between them")
+        canvases.append(torch.tensor(rows))
+    ids = torch.cat(canvases).numpy().tobytes()
+    data_hash = hashlib.sha256(ascii(tokenizer.vocab).encode() + ids).hexdigest()
+    if trained and trained["data_hash"] != data_hash:
         fail(f"the data {args.data} is not what the checkpoint was trained on")
-    return data
-
-
-def fingerprint(x_train, x_val, tokenizer):
-    """By this hash a checkpoint knows its data again, wherever it lies now."""
-    ids = torch.cat([x_train, x_val]).cpu().numpy()
-    return hashlib.sha256(ascii(tokenizer.vocab).encode() + ids.tobytes()).hexdigest()
+    return *canvases, tokenizer, data_hash
 
 
 # ------------------------------------------------------------------------------ 4. training
@@ -241,37 +220,33 @@ def fingerprint(x_train, x_val, tokenizer):
 class Muon(torch.optim.Optimizer):
     """Momentum whose update of each matrix is made orthogonal (Jordan et al., 2024).
 
-    The step of a matrix (m, n) is lr * scale * sqrt(max(1, m / n)) times U V^T, where U S V^T is
-    the singular value decomposition of its momentum. The scale lets it share AdamW's learning rate.
-    torch.optim.Muon, matrix by matrix in bfloat16, made a step on a CPU 1.6 to 2.3 times as long.
+    The step of a matrix (m, n) is lr * 7 * sqrt(max(1, m / n)) times U V^T, where U S V^T is the
+    singular value decomposition of its momentum. The 7 lets it share AdamW's learning rate.
+    torch.optim.Muon works in bfloat16, which made a step on a CPU 1.6 to 2.3 times as long.
     """
 
-    def __init__(self, params, lr=0.0, momentum=0.95, scale=7.0):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "scale": scale})
+    def __init__(self, params, lr=0.0, momentum=0.95):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            same_shape = defaultdict(list)  # they are made orthogonal together
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    mean.lerp_(p.grad, 1 - group["momentum"])
-                    ahead = p.grad.lerp(mean, group["momentum"])  # Nesterov
-                    same_shape[p.shape].append((p, ahead))
-            for (m, n), pairs in same_shape.items():
-                size = group["lr"] * group["scale"] * max(1, m / n) ** 0.5
-                updates = orthogonal(torch.stack([ahead for _, ahead in pairs]))
-                for (p, _), update in zip(pairs, updates):
-                    p.sub_(size * update)
+        group = self.param_groups[0]
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            mean.lerp_(p.grad, 1 - group["momentum"])
+            ahead = p.grad.lerp(mean, group["momentum"])  # Nesterov
+            size = group["lr"] * 7 * max(1, p.shape[0] / p.shape[1]) ** 0.5
+            p.sub_(size * orthogonal(ahead))
 
 
 def orthogonal(x, steps=5):
-    """x (B, m, n) with all singular values brought near 1 (0.7 to 1.2), by Newton-Schulz steps: an
+    """x (m, n) with all singular values brought near 1 (0.7 to 1.2), by Newton-Schulz steps: an
     odd polynomial of the matrix is the same polynomial of its singular values."""
-    if x.shape[-2] > x.shape[-1]:
+    if x.shape[0] > x.shape[1]:
         return orthogonal(x.mT, steps).mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x / (x.norm() + 1e-7)
     for _ in range(steps):
         a = x @ x.mT
         x = 3.4445 * x + (2.0315 * a @ a - 4.775 * a) @ x
@@ -298,11 +273,11 @@ UNIFORM_STEPS = 48  # of Algorithm 2, as in the paper
 def training_loss(model, x, args, step, g):
     """What this kind of model learns from the clean canvases x (B, L): nats per token."""
     L = x.shape[1]
-    if args.model in POSTTRAINED.values():
+    if hasattr(model, "base"):
         steps = max(3, L // 4 if step % 2 else L // 8)  # 3 or more: ages are 0, 1 and 2
         steps = UNIFORM_STEPS if model.mask_id is None else steps
         return tadm.posttrain_loss(model, model.base, x, steps, kd_weight=KD_WEIGHT, generator=g)
-    if args.model == "uniform":
+    if model.mask_id is None:
         return tadm.uniform_loss(model, x, g)
     # Staleness as in C.2: K in {1, 2, 4, 8}, T from L/8 to 4L.
     refresh_choices = [1, 2, 4, 8] if args.anchors == "stale" else [1]
@@ -311,22 +286,23 @@ def training_loss(model, x, args, step, g):
     return tadm.t_anelbo(model, x, t, t_stale, args.gamma, g)
 
 
-def train(args, checkpoint, base, x_train, x_val, tokenizer):
-    """Train and write checkpoints. Returns the EMA model, or None if Ctrl-C ended the run."""
-    device, path = x_train.device, Path(args.out) / f"{args.model}.pt"
+def train(args, checkpoint, path, x_train, x_val, tokenizer, data_hash):
+    """Train and write checkpoints to path. Returns the EMA model, or None after Ctrl-C.
+    checkpoint: what to resume, or to post-train, or None."""
+    device = x_train.device
     torch.manual_seed(args.seed)
     with explained("these sizes do not fit", ValueError):
         config = tadm.Config(len(tokenizer.vocab), args.seq_len, args.d_model, args.n_heads,
                              args.n_anchor, args.n_denoiser)
-    model = MODELS[args.model](config).to(device)
-    if base and not checkpoint:  # a resumed run goes on with the base that it began with
-        model.base.load_state_dict(base["ema"])
+        model = make_model(args.model, config).to(device)
+    if args.posttrain:
+        model.base.load_state_dict(checkpoint["ema"])
     # An average over the last steps is less noisy than the weights: it is evaluated and sampled.
     ema = copy.deepcopy(model).eval()
     optimizers = make_optimizers(model)
-    start, written = 0, None
-    if checkpoint:
-        start, written = checkpoint["step"], path.stat().st_mtime_ns
+    start = 0
+    if args.resume:
+        start = checkpoint["step"]
         with explained(f"{path} is damaged, or cannot be resumed: its parts do not fit", Exception):
             model.load_state_dict(checkpoint["weights"])
             ema.load_state_dict(checkpoint["ema"])
@@ -338,10 +314,8 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
     n_new = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"{args.model}: {n_new:,} weights to train of {n_all:,}, {config}; "
           f"{len(x_train):,} canvases to train on, {len(x_val):,} to validate")
-    data_hash = fingerprint(x_train, x_val, tokenizer)
     every = max(1, args.steps // 10)  # evaluation and checkpoint
-    good = f"{path} (step {start})" if start else "none"
-    stops, smooth, begin = [], None, time.perf_counter()
+    saved, stops, smooth = start, [], None
 
     with contextlib.ExitStack() as undo, tqdm(total=args.steps, initial=start, unit="step") as bar:
         for number in (signal.SIGINT, signal.SIGTERM):  # the loop ends where it can save
@@ -379,27 +353,28 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
             # A step may break the weights after a good loss: nothing broken is ever saved.
             weights = model.parameters() if due or stops else ()
             if not all(x.isfinite().all() for x in (loss, norm, nats, *weights)):
-                fail(f"the loss is not finite at step {step}; the last good checkpoint: {good}; "
-                     "try a smaller --lr or --gamma")
+                fail(f"the loss is not finite at step {step}: try a smaller --lr or --gamma; "
+                     + (f"{path} holds step {saved}" if saved else "nothing was saved"))
 
             # One batch says little, as its times are random: show an average.
             smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
-            speed = per_second((step - start) * args.batch_size * args.seq_len, begin)
-            bar.set_postfix_str(f"loss {smooth:.3f} nats/token, {speed:,.0f} tokens/s", False)
+            bar.set_postfix_str(f"loss {smooth:.3f} nats/token", False)
             bar.update()
 
             # All that the next step depends on: a resumed run ends with the very same weights.
             if due or stops:
-                written = save({
-                    "format": FORMAT, "model": args.model, "config": dataclasses.asdict(config),
-                    "vocab": tokenizer.vocab, "data_hash": data_hash, "args": vars(args),
-                    "step": step, "weights": model.state_dict(), "ema": ema.state_dict(),
+                if not saved:
+                    must_not_exist(path)  # another run may have come first
+                state = {
+                    "format": FORMAT, "config": dataclasses.asdict(config), "args": vars(args),
+                    "vocab": tokenizer.vocab, "data_hash": data_hash, "step": step,
+                    "weights": model.state_dict(), "ema": ema.state_dict(),
                     "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                }, path, written)
-                good = f"{path} (step {step})"
+                }
+                write_file(path, "--out", lambda part, state=state: torch.save(state, part))
+                saved = step
             if stops:
-                which = ["--posttrain", args.posttrain] if base else ["--model", args.model]
-                line = shlex.join(["python", "train_toy.py", *which, "--out", args.out, "--resume"])
+                line = shlex.join(["python", "train_toy.py", "--resume", str(path)])
                 tqdm.write(f"stopped at step {step}, all saved; to go on: {line}")
                 return None
             # A text says more than a number.
@@ -409,11 +384,6 @@ def train(args, checkpoint, base, x_train, x_val, tokenizer):
                 text = tokenizer.decode(z[0].tolist()).replace("\n", " ")
                 tqdm.write(f"step {step}: bound {nats:.3f} nats/token | {text[:100]}")
     return ema
-
-
-def per_second(n, begin):
-    """n per second since begin, a time.perf_counter(). Clocks may tick late: never divide by 0."""
-    return n / max(time.perf_counter() - begin, 1e-9)
 
 
 def step_generator(seed, step, device):
@@ -446,9 +416,8 @@ def valid_shares(z, tokenizer):
     canvas: after its end only end tokens may follow."""
     texts = ["".join(tokenizer.vocab[i] for i in row) for row in z.tolist()]
     texts = [re.sub(f"({re.escape(END)})+$", "", text) for text in texts]
-    counts = [valid_sentences(text) for text in texts]
-    valid, sentences = (sum(column) for column in zip(*counts))
-    return sum(map(is_story, texts)) / len(texts), valid / max(1, sentences)
+    stories, valid, sentences = map(sum, zip(*map(check_story, texts)))
+    return stories / len(texts), valid / max(1, sentences)
 
 
 def fusion_share(model):
@@ -475,9 +444,9 @@ def evaluate(model, x, steps, refresh_every, generator, **options):
     return torch.cat(parts)
 
 
-def measure(model, x, tokenizer, steps, refresh_every, num, single, teacher=None, **spacing):
+def measure(model, x, tokenizer, steps, refresh_every, num, depth, teacher=None, **spacing):
     """One row of a table, and the canvases z (num, L) that were sampled for it, always with the
-    same noise. Layer calls are per step, relative to a model of `single` layers."""
+    same noise. Layer calls are per step, relative to a model of that depth."""
     noise = [step_generator(0, i, x.device) for i in range(3)]
     policy = (steps, refresh_every)
     row = {"bound": float(evaluate(model, x, *policy, noise[0], **spacing).mean())}
@@ -486,10 +455,10 @@ def measure(model, x, tokenizer, steps, refresh_every, num, single, teacher=None
         row["KL"] = float(kl.mean())
     begin = time.perf_counter()
     z, stats = generate(model, num, *policy, noise[2], **spacing)
-    row["tokens/s"] = per_second(z.numel(), begin)
+    row["tokens/s"] = z.numel() / max(time.perf_counter() - begin, 1e-9)  # clocks may tick late
     layers, fused = stats["layer_calls"], stats["denoiser_calls"] * fusion_share(model)
     row["stories"], row["sentences"] = valid_shares(z, tokenizer)
-    row["layers"], row["+ fusion"] = layers / steps / single, (layers + fused) / steps / single
+    row["layers"], row["+ fusion"] = layers / steps / depth, (layers + fused) / steps / depth
     return row, z
 
 
@@ -503,7 +472,7 @@ def show(title, table):
         print(f"| {' | '.join(cells)} |")
 
 
-def report(model, x_val, tokenizer, args):
+def report(model, x_val, tokenizer, args, path):
     """Print the bound, the closing table, samples and the command to try next."""
     L, x, device = args.seq_len, x_val[:512], x_val.device
     nats = evaluate(model, x, None, 1, step_generator(0, 0, device))
@@ -511,34 +480,33 @@ def report(model, x_val, tokenizer, args):
     print(f"\nbound on {len(x)} validation canvases, T -> infinity, fresh anchors: "
           f"{nats.mean():.4f} +- {nats.std(correction=0) / math.sqrt(len(x)):.4f} nats/token, "
           f"{nats.sum() * L / max(1, characters):.4f} nats/character")
-    columns = {"bound": ".4f", "layers": ".2f", "+ fusion": ".2f", "tokens/s": ",.0f",
-               "speed-up": ".2f"}
+
+    # The columns and rows of the table. depth: of the single-stage model it is compared with.
+    columns = {"bound": ".4f", "layers": ".2f", "+ fusion": ".2f", "tokens/s": ",.0f"}
+    steps, depth, num = 2 * L, args.n_anchor or args.n_denoiser, 16
     if args.data == "stories":
         print(f"true entropy of the built-in stories: {story_entropy() / L:.4f} nats/token")
         columns |= {"stories": ".0%", "sentences": ".0%"}
-    # single: the layers of a single-stage model of that depth
-    steps, single, teacher = 2 * L, args.n_anchor or args.n_denoiser, None
-    rows = [(args.model, model, K) for K in (1, 2, 4, 8)]
+        num = 64  # of other texts only the speed is told
+    teacher, rows = None, [(args.model, model, K) for K in (1, 2, 4, 8)]
     if not model.depths[0]:
         rows = rows[:1]  # nothing is cached
     elif hasattr(model, "base"):
-        steps, single, teacher = L, args.n_anchor + args.n_denoiser, model.base
+        columns = {"bound": ".4f", "KL": ".4f"} | columns
+        steps, depth, teacher = L, args.n_anchor + args.n_denoiser, model.base
         rows, naive = [("teacher", teacher, 1)], without_fusion(model)
         for K in (1, 2, 3, 4, 8):
             rows += [("naive", naive, K), ("fused", model, K)]
-        columns = {"bound": ".4f", "KL": ".4f"} | columns
     steps = UNIFORM_STEPS if model.mask_id is None else steps
-    num = 64 if args.data == "stories" else 16  # of the others only the speed is told
-    table, slowest = [["model", "K", *columns]], None
+
+    table = [["model", "K", *columns]]
     for name, m, K in tqdm(rows, "measuring", leave=False):
-        row, z = measure(m, x[:256], tokenizer, steps, K, num, single, teacher=teacher)
-        slowest = slowest or row["tokens/s"]
-        row["speed-up"] = row["tokens/s"] / slowest
+        row, z = measure(m, x[:256], tokenizer, steps, K, num, depth, teacher=teacher)
         table.append([name, str(K), *(f"{row[key]:{digits}}" for key, digits in columns.items())])
     show(f"T = {steps} reverse steps, anchor refreshed every K steps; {num} canvases sampled "
          "together", table)
     print("\nbound: nats/token, the same noise in every row. layers: layer calls per step, relative"
-          f"\nto a single-stage model of {single} layers; + fusion: its multiply-adds counted as "
+          f"\nto a single-stage model of {depth} layers; + fusion: its multiply-adds counted as "
           "well.\n")
     texts = [("", z[:2])]
     if model.mask_id is not None:
@@ -547,8 +515,7 @@ def report(model, x_val, tokenizer, args):
     for what, canvases in texts:
         for canvas in canvases.tolist():
             print(f"sample (K = {K}{what}): {tokenizer.decode(canvas)}\n")
-    path = shlex.quote(str(Path(args.out) / f"{args.model}.pt"))
-    print(f"now try: python sample.py {path} --watch")
+    print(f"now try: python sample.py {shlex.quote(str(path))} --watch")
 
 
 # =============================================================================== plumbing
@@ -562,13 +529,7 @@ PRESETS = {  # for a 2-core CPU, and for one consumer GPU with 8 GB
 }
 STORIES = {"seq_len": 62, "steps": 2000}  # the longest story has 62 tokens
 POSTTRAIN = {"steps": 1000, "batch_size": 16, "lr": 5e-3}
-DEFAULTS = {"data": "tinystories", "preset": "cpu", "gamma": 0.0, "seed": 0, "device": "auto",
-            "out": "out", "resume": False}
-FREE_TO_CHANGE = {"resume", "steps", "out", "device"}  # when a run is resumed
-FILES = {"data", "posttrain"}  # may have moved: what is in them decides
-ONLY_FOR = {"anchors": ("tadm", "adlm"), "gamma": ("tadm", "adlm")}
-SIZES = ("preset", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor", "n_denoiser")
-ONLY_FOR |= dict.fromkeys(("model", *SIZES), ("tadm", "adlm", "mdlm", "uniform"))
+SIZES = ("model", "preset", "seq_len", "vocab_size", "d_model", "n_heads", "n_anchor", "n_denoiser")
 
 
 def number(kind, low, high=10**9):
@@ -585,76 +546,63 @@ def number(kind, low, high=10**9):
 
 
 def parse(argv):
-    """The options that were given, as a dict: settings() fills in the others."""
+    """All options, and the checkpoint that --resume or --posttrain names, or None."""
     parser = argparse.ArgumentParser(
         description="Train a toy time-anchored diffusion language model and report how it does.",
-        argument_default=argparse.SUPPRESS,
-        epilog="Sizes not given come from the preset, or from the checkpoint with --resume.",
+        epilog="Sizes not given come from the preset, or from the checkpoint that is named.",
     )
     parser.error = fail
     add, count = parser.add_argument, number(int, 1)
-    add("--model", choices=list(MODELS)[:4],
+    add("--model", choices=MODELS, default="tadm",
         help="tadm (default), its predecessors adlm, mdlm, or uniform: without a mask token")
-    add("--posttrain", metavar="CKPT", help="give this trained mdlm or uniform an anchor cache")
-    add("--data", help="tinystories (default, one download), stories (built in), or a text file")
-    add("--preset", choices=PRESETS, help="sizes for a 2-core cpu (default) or for an 8 GB gpu")
+    source = parser.add_mutually_exclusive_group().add_argument
+    source("--resume", nargs="?", const="out/tadm.pt", metavar="CKPT",
+           help="go on with this checkpoint (default out/tadm.pt) where it stopped")
+    source("--posttrain", metavar="CKPT", help="give this mdlm or uniform an anchor cache")
+    add("--data", default="tinystories",
+        help="tinystories (default, one download), stories (built in), or a text file")
+    add("--preset", choices=PRESETS, default="cpu",
+        help="sizes for a 2-core cpu (default) or for an 8 GB gpu")
     add("--steps", type=count, help="training steps")
     add("--batch-size", type=count, help="canvases per step")
     add("--lr", type=number(float, 1e-9, 1e30), help="peak learning rate")
     add("--anchors", choices=("stale", "fresh"),
         help="in training (default: stale for tadm, fresh for adlm as its authors do)")
-    add("--gamma", type=number(float, 0), help="weight of the anchor's supervision (default 0)")
+    add("--gamma", type=number(float, 0), default=0.0,
+        help="weight of the anchor's supervision (default 0)")
     add("--seq-len", type=count, help="canvas length L, in tokens")
     add("--vocab-size", type=count, help="at most this many tokens V")
     add("--d-model", type=count, help="width d")
     add("--n-heads", type=count, help="attention heads")
     add("--n-anchor", type=number(int, 0), help="anchor layers, run once in K sampling steps")
     add("--n-denoiser", type=number(int, 0), help="denoiser layers, run at every sampling step")
-    add("--seed", type=number(int, 0, 2**63 - 1), help="default 0")
-    add("--device", help="auto (default: cuda, else mps, else cpu) or a name that torch knows")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="default 0")
+    add("--device", default="auto", help="auto (cuda, else mps, else cpu) or a name of torch's")
     add("--dtype", choices=("float32", "bfloat16"), help="of the matrix products")
-    add("--out", help="folder for the checkpoint, MODEL.pt (default out)")
-    add("--resume", action="store_true", help="go on with OUT/MODEL.pt where it stopped")
-    return vars(parser.parse_args(argv))
+    add("--out", default="out", help="folder for the new checkpoint, MODEL.pt (default out)")
 
-
-def settings(given):
-    """All options: the defaults, the preset, those of a checkpoint, and those given last.
-
-    Returns (Namespace, checkpoint to resume or None, checkpoint to post-train or None).
-    """
-    args, checkpoint, base = DEFAULTS | PRESETS[given.get("preset", "cpu")], None, None
-    model = given.get("model", "tadm")
-    if "posttrain" in given:
-        base = load_checkpoint(given["posttrain"])
-        n_anchor = base["config"]["n_anchor"]
-        if base["model"] not in POSTTRAINED or n_anchor < 2:
-            fail(f"--posttrain needs a --model mdlm or uniform of --n-anchor 2 or more, this is a "
-                 f"{base['model']} of --n-anchor {n_anchor}")
-        model = POSTTRAINED[base["model"]]
-    for name in ONLY_FOR.keys() & given.keys():
-        if model not in ONLY_FOR[name]:
-            fail(f"{flag(name)} has no effect on a {model} model: leave it out")
-    if base:
-        args |= {k: v for k, v in base["args"].items() if k not in FREE_TO_CHANGE} | POSTTRAIN
-    elif given.get("data") == "stories":
-        args |= STORIES
-    args |= {"model": model, "anchors": "fresh" if model == "adlm" else "stale"} | given
-    if args["resume"]:
-        path = Path(args["out"]) / f"{model}.pt"
-        checkpoint = load_checkpoint(path)
-        if checkpoint["model"] != model:
-            fail(f"{path} holds a {checkpoint['model']} model: rename it {checkpoint['model']}.pt")
-        trained = checkpoint["args"]
-        for name in given.keys() - FREE_TO_CHANGE - FILES:
-            if given[name] != trained.get(name):
-                fail(f"{path} was trained with {flag(name)} {trained.get(name)}: to resume it, "
-                     "leave that option as it was")
-        args |= trained | {"resume": True, "out": args["out"]} | given
-    new = not (checkpoint or base)
-    if new and args["data"] == "stories" and args["seq_len"] < STORIES["seq_len"]:
-        fail(f"the built-in stories need --seq-len {STORIES['seq_len']} or more")
-    return argparse.Namespace(**args), checkpoint, base
+    # What is not given comes from the preset, what stands in a checkpoint from there.
+    args = parser.parse_args(argv)
+    known, checkpoint, source = dict(PRESETS[args.preset]), None, args.resume or args.posttrain
+    if source:
+        checkpoint = load_checkpoint(source)
+        known |= checkpoint["args"] | {"resume": args.resume, "posttrain": args.posttrain,
+                                       "out": str(Path(source).parent)}
+    elif args.data == "stories":
+        known |= STORIES
+    if args.posttrain:
+        if known["model"] not in ("mdlm", "uniform"):
+            fail(f"--posttrain needs a --model mdlm or uniform, {source} is a {known['model']}")
+        known |= POSTTRAIN | {"model": f"posttrained_{known['model']}"}
+    parser.set_defaults(**known)
+    args = parser.parse_args(argv)
+    for name in SIZES:
+        if source and getattr(args, name) != known[name]:
+            fail(f"{source} has {flag(name)} {known[name]}: leave that option out")
+    if args.model not in ("tadm", "adlm") and (args.gamma or args.anchors):
+        fail("--gamma and --anchors have an effect on tadm and adlm only: leave them out")
+    args.anchors = args.anchors or {"tadm": "stale", "adlm": "fresh"}.get(args.model)
+    return args, checkpoint
 
 
 def flag(name):
@@ -678,39 +626,30 @@ def pick_device(name):
 TINYSTORIES = {
     "url": "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/"
     "TinyStoriesV2-GPT4-valid.txt",
-    "size": 22_502_601,
-    "sha256": "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d",
+    "hash_prefix": "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d",
 }
 
 
-def download(url, size, sha256, timeout=10):
-    """The path of this file in the user's cache, fetched if it is not there. Raises UserError."""
+def download():
+    """The path of TinyStories in the user's cache, fetched if it is not there. Raises UserError."""
     with explained("TinyStories could not be downloaded", Exception):  # from no network to no home
         cache = os.environ.get("XDG_CACHE_HOME", "")  # by the standard, a relative one is none
         cache = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-        path = cache / "tadm-toy" / url.rpartition("/")[2]
-        if path.is_file():  # whole, as it was checked before it got this name
-            return path
-        data = bytearray()
-        with (
-            urllib.request.urlopen(url, timeout=timeout) as answer,
-            tqdm(total=size, unit="B", unit_scale=True, desc="downloading TinyStories") as bar,
-        ):
-            while chunk := answer.read(1 << 16):
-                data += chunk
-                bar.update(len(chunk))
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise ValueError(f"{len(data):,} bytes from {url} are not the expected file")
-        write_file(path, "the download", lambda part: part.write_bytes(data))
+        path = cache / "tadm-toy" / "TinyStoriesV2-GPT4-valid.txt"
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            socket.setdefaulttimeout(10)
+            torch.hub.download_url_to_file(dst=str(path), **TINYSTORIES)  # checked, then renamed
         return path
 
 
 def read_stories(path):
-    """The stories of a UTF-8 text file, or its whole text where there are no separators."""
+    """The stories of a UTF-8 text file; its paragraphs, where there are no separators."""
     with explained(f"cannot read the data file {path}", OSError, UnicodeDecodeError):
         text = Path(path).read_text(encoding="utf-8-sig")
-    stories = [s.strip() for s in text.split(END)]
-    return list(dict.fromkeys(s for s in stories if s))  # no story twice, or in both splits
+    stories = text.split(END) if END in text else re.split(r"\n\s*\n", text)
+    stories = [story.strip() for story in stories]
+    return list(dict.fromkeys(filter(None, stories)))  # no story twice, or in both splits
 
 
 def write_file(path, option, write):
@@ -725,19 +664,10 @@ def write_file(path, option, write):
             part.replace(path)
 
 
-def save(checkpoint, path, mine):
-    """Write a checkpoint, and return the time of the file. One that has not the time `mine` was
-    written by another run: it is kept beside this one."""
-
-    def write(part):
-        torch.save(checkpoint, part)
-        if path.exists() and path.stat().st_mtime_ns != mine:
-            names = (path.with_suffix(f".{i}.pt") for i in itertools.count(1))
-            old = path.replace(next(name for name in names if not name.exists()))
-            tqdm.write(f"{path} exists: kept as {old}")
-
-    write_file(path, "--out", write)
-    return path.stat().st_mtime_ns
+def must_not_exist(path):
+    if path.exists():
+        fail(f"{path} exists: go on with it by --resume {shlex.quote(str(path))}, or choose "
+             "another --out")
 
 
 def load_checkpoint(path):
@@ -749,21 +679,15 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if checkpoint["format"] != FORMAT:
             raise ValueError("another format")
-        needed = {"model", "config", "vocab", "data_hash", "args", "step", "ema"}
-        if not needed <= checkpoint.keys():
-            raise ValueError("parts are missing")
     return checkpoint
 
 
 def build(checkpoint, device):
     """The trained model (the EMA weights) and its tokenizer. Raises UserError."""
     with explained("the checkpoint is damaged: its parts do not fit together", Exception):
-        model = MODELS[checkpoint["model"]](tadm.Config(**checkpoint["config"]))
+        model = make_model(checkpoint["args"]["model"], tadm.Config(**checkpoint["config"]))
         model.load_state_dict(checkpoint["ema"])
-        finite = all(x.isfinite().all() for x in model.parameters())
-        if not finite or len(checkpoint["vocab"]) != model.config.vocab_size:
-            raise ValueError("numbers or words are broken")
-        return model.to(device).eval(), Tokenizer(checkpoint["vocab"])
+    return model.to(device).eval(), Tokenizer(checkpoint["vocab"])
 
 
 # --------------------------------------------------------------------- 8. errors and output
@@ -792,70 +716,55 @@ def explained(message, *kinds):
 
 def run(argv):
     argv = sys.argv[1:] if argv is None else argv
-    args, checkpoint, base = settings(parse(argv))
+    args, checkpoint = parse(argv)
+    path = Path(args.resume or f"{args.out}/{args.model}.pt")
+    if not args.resume:
+        must_not_exist(path)
     with explained(f"--out {args.out} cannot be written: choose another", OSError):
         os.makedirs(args.out, exist_ok=True)
         tempfile.TemporaryFile(dir=args.out).close()
     device = pick_device(args.device)
     try:
         if args.data == "tinystories":
-            download(**TINYSTORIES)
+            download()
     except UserError as e:
-        if checkpoint or base:
+        if checkpoint:
             raise
         print(f"{e}: training on the built-in stories instead", file=sys.stderr)
-        return run([*argv, "--data", "stories"])
-    x_train, x_val, tokenizer = load_data(args, checkpoint or base)
+        args, _ = parse([*argv, "--data", "stories"])
+    x_train, x_val, tokenizer, data_hash = load_data(args, checkpoint)
     x_train, x_val = x_train.to(device), x_val.to(device)
-    model = train(args, checkpoint, base, x_train, x_val, tokenizer)
+    model = train(args, checkpoint, path, x_train, x_val, tokenizer, data_hash)
     if model is None:
         return 130
     with autocast(args, device):
-        report(model, x_val, tokenizer, args)
+        report(model, x_val, tokenizer, args, path)
     return 0
-
-
-class Output:
-    """stdout or stderr. What cannot be written is lost, and the run goes on."""
-
-    def __init__(self, stream):
-        self.stream, self.lost = stream or os.fdopen(nowhere(), "w"), False
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except OSError:
-            self.lost = True
-            os.dup2(nowhere(), self.stream.fileno())
-
-
-def nowhere():
-    return os.open(os.devnull, os.O_WRONLY)
 
 
 def shielded(run, program, argv=None):
     """Call run(argv). Returns the exit code: 2 after a UserError, 130 after Ctrl-C."""
-    out, err, error = Output(sys.stdout), Output(sys.stderr), None
-    if hasattr(out, "reconfigure"):
-        out.reconfigure(errors="replace")  # consoles that cannot print a character
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = run(argv)
-        except UserError as e:
-            code, error = 2, str(e)
-        except (MemoryError, RuntimeError) as e:
-            if not isinstance(e, MemoryError) and "alloc" not in str(e):
-                raise
-            code, error = 2, "out of memory: make the batch, the model or --num smaller"
-        except KeyboardInterrupt:
-            code, error = 130, "stopped"
-        if error:
-            print(f"{program}: {' '.join(error.split())}", file=sys.stderr)
-    return code or int(out.lost or err.lost)
+    sys.stdout = sys.stdout or io.StringIO()  # closed, as by >&-
+    sys.stderr = sys.stderr or io.StringIO()
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")  # consoles that cannot print a character
+    try:
+        code = run(argv)
+        sys.stdout.flush()
+        return code or 0
+    except UserError as e:
+        code, error = 2, str(e)
+    except (MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and "alloc" not in str(e):
+            raise
+        code, error = 2, "out of memory: make the batch, the model or --num smaller"
+    except OSError as e:  # a full disk, or a reader who has gone: do not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code, error = 1, f"cannot print ({e.strerror})"
+    except KeyboardInterrupt:
+        code, error = 130, "stopped"
+    print(f"{program}: {' '.join(error.split())}", file=sys.stderr)
+    return code
 
 
 def main(argv=None):
