@@ -37,12 +37,12 @@ def parse(argv):
     steps("--steps", type=count, help="default: twice the canvas; without masks 48")
     steps("--one-by-one", action="store_true", help="one token per step")
     add("--refresh-every", type=count, default=4, metavar="K", help="anchor once in K steps (4)")
-    add("--spacing", choices=("even", "log"), help="even as in the paper, or closer at first (log)")
+    add("--spacing", choices=("even", "log"), help="of anchors: even, or denser at first (log)")
     add("--order", choices=("random", "confidence", "entropy"), default="random",
         help="which words come first: any, or the surest")
-    add("--eta", type=toy.number(float, 0), default=0.1, help="nats that a step may accept (0.1)")
+    add("--eta", type=toy.number(float, 0), default=0.1, help="nats that a step accepts (0.1)")
     add("--temperature", type=toy.number(float, 0), default=1.0, help="0: the likeliest token")
-    add("--top-p", type=toy.number(float, 0, 1), default=1.0, help="nucleus (default 1: off)")
+    add("--top-p", type=toy.number(float, 0, 1), default=1.0, help="nucleus (1: off)")
     add("--remask", choices=tadm.REMASK, default="none", help="ReMDM schedule (none)")
     add("--seed", type=toy.number(int, 0, 2**63 - 1), default=0, help="default 0")
     add("--prompt", default="", help="how it begins; ___ or [MASK] hides one token")
@@ -85,7 +85,8 @@ class Watch:
         self.anchored, self.masked = model.depths[0] > 0, model.mask_id is not None
         self.canvas, self.saw, self.steps, self.live = canvas, canvas, steps, live
         self.due, self.refreshed, self.frames = [], [], [[*map(self.look, canvas, canvas)]]
-        self.terminal, self.pause = live and sys.stdout.isatty(), min(0.1, 10 / max(1, steps))
+        self.terminal = live and sys.stdout.isatty()
+        self.pause = min(0.1, 10 / max(1, steps))
 
     def __call__(self, step, z, age):
         if age == 0 or not (self.anchored and self.masked):
@@ -271,7 +272,7 @@ def run(argv):
 
     # Load.
     if args.checkpoint == SHIPPED:
-        print("no out/tadm.pt yet: this is the small model of the built-in stories in assets/\n")
+        print("no out/tadm.pt yet: this is a small model of the built-in stories, assets/tadm.pt\n")
     model, tokenizer = toy.build(toy.load_checkpoint(args.checkpoint), device)
     if args.naive and not isinstance(model, tadm.PostTrained):
         toy.fail("--naive needs a post-trained model")
@@ -317,8 +318,9 @@ def run(argv):
     print(f"{stats['steps']} steps, {stats['anchor_calls']} anchor calls, "
           f"{stats['denoiser_calls']} denoiser calls, {speed:,.0f} tokens/s")
     if args.svg:
-        picture = svg(watch, f"{stats['steps']} reverse steps, {len(watch.refreshed)} anchor calls")
-        toy.write_file(args.svg, "--svg", lambda part: part.write_text(picture, encoding="utf-8"))
+        head = f"{stats['steps']} reverse steps, {len(watch.refreshed)} anchor calls"
+        picture = svg(watch, head)
+        toy.write_file(args.svg, "--svg", lambda part: part.write_text(picture, "utf-8"))
 
 
 main = functools.partial(toy.shielded, run, "sample.py")
