@@ -598,7 +598,7 @@ def parse(argv):
         known |= POSTTRAIN | {"model": f"posttrained_{known['model']}"}
     parser.set_defaults(**known)
     args = parser.parse_args(argv)
-    for name in SIZES:
+    for name in (*SIZES, "out") if args.resume else SIZES:
         if source and getattr(args, name) != known[name]:
             fail(f"{source} has {flag(name)} {known[name]}: leave that option out")
     if args.model not in ("tadm", "adlm") and (args.gamma or args.anchors):
