@@ -222,7 +222,7 @@ class Muon(torch.optim.Optimizer):
 
     The step of a matrix (m, n) is lr * 7 * sqrt(max(1, m / n)) times U V^T, where U S V^T is the
     singular value decomposition of its momentum. The 7 lets it share AdamW's learning rate.
-    torch.optim.Muon works in bfloat16, which made a step on a CPU 1.6 to 2.3 times as long.
+    torch.optim.Muon works in bfloat16, which many CPUs only emulate, and slowly.
     """
 
     def __init__(self, params, lr=0.0, momentum=0.95):
@@ -557,10 +557,10 @@ def parse(argv):
     add, count = parser.add_argument, number(int, 1)
     add("--model", choices=MODELS, default="tadm",
         help="tadm (default), its predecessors adlm, mdlm, or uniform: without a mask token")
-    source = parser.add_mutually_exclusive_group().add_argument
-    source("--resume", nargs="?", const="out/tadm.pt", metavar="CKPT",
+    one_of = parser.add_mutually_exclusive_group().add_argument
+    one_of("--resume", nargs="?", const="out/tadm.pt", metavar="CKPT",
            help="go on with this checkpoint (default out/tadm.pt) where it stopped")
-    source("--posttrain", metavar="CKPT", help="give this mdlm or uniform an anchor cache")
+    one_of("--posttrain", metavar="CKPT", help="give this mdlm or uniform an anchor cache")
     add("--data", default="tinystories",
         help="tinystories (default, one download), stories (built in), or a text file")
     add("--preset", choices=PRESETS, default="cpu",
@@ -580,14 +580,17 @@ def parse(argv):
     add("--n-denoiser", type=number(int, 0), help="denoiser layers (default %(default)s)")
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="default 0")
     add("--device", default="auto", help="auto (cuda, else mps, else cpu) or a name of torch's")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the matrix products (default %(default)s)")
+    add("--dtype", choices=("float32", "bfloat16"),
+        help="of the matrix products (default %(default)s)")
     add("--out", default="out", help="folder for the new checkpoint, MODEL.pt (default out)")
 
     # What is not given comes from the preset, what stands in a checkpoint from there.
     args = parser.parse_args(argv)
-    known, checkpoint, source = dict(PRESETS[args.preset]), None, args.resume or args.posttrain
+    source, checkpoint, fixed = args.resume or args.posttrain, None, ()
+    known = dict(PRESETS[args.preset])
     if source:
         checkpoint = load_checkpoint(source)
+        fixed = (*SIZES, "out") if args.resume else SIZES
         known |= checkpoint["args"] | {"resume": args.resume, "posttrain": args.posttrain,
                                        "out": str(Path(source).parent)}
     elif args.data == "stories":
@@ -598,8 +601,8 @@ def parse(argv):
         known |= POSTTRAIN | {"model": f"posttrained_{known['model']}"}
     parser.set_defaults(**known)
     args = parser.parse_args(argv)
-    for name in (*SIZES, "out") if args.resume else SIZES:
-        if source and getattr(args, name) != known[name]:
+    for name in fixed:
+        if getattr(args, name) != known[name]:
             fail(f"{source} has {flag(name)} {known[name]}: leave that option out")
     if args.model not in ("tadm", "adlm") and (args.gamma or args.anchors):
         fail("--gamma and --anchors have an effect on tadm and adlm only: leave them out")
@@ -637,7 +640,7 @@ def download():
     with explained("TinyStories could not be downloaded", Exception):  # from no network to no home
         cache = os.environ.get("XDG_CACHE_HOME", "")  # by the standard, a relative one is none
         cache = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-        path = cache / "tadm-toy" / "TinyStoriesV2-GPT4-valid.txt"
+        path = cache / "tadm-toy" / TINYSTORIES["url"].rpartition("/")[2]
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             socket.setdefaulttimeout(10)
