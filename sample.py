@@ -201,7 +201,7 @@ def compare(args, device):
     quality = ["stories", "sentences"] * stories + ["perplexity"] * bool(judge) + ["entropy"]
 
     def rate(z):  # the cells of `quality`, of the samples z (num, L)
-        found = [*toy.valid_shares(z, tokenizer)] * stories
+        found = [*toy.valid_shares(z, tokenizer).values()] * stories
         if judge:
             found.append(math.exp(toy.evaluate(judge, z, None, 1, noise(3)).mean()))
         return [f"{value:.2f}" for value in (*found, unigram_entropy(z))]
@@ -225,7 +225,7 @@ def compare(args, device):
               "layers", "+ fusion", "tokens/s"]]
     policies = itertools.product((2, 4, 8), ("even", "log"))
     for name, K, spacing in progress(plans((1, "even"), *policies)):
-        row, z = toy.measure(models[name], x, tokenizer, 2 * L, K, num, single, spacing=spacing)
+        row, z = toy.measure(models[name], x, 2 * L, K, num, single, spacing=spacing)
         gap = [f"{row['bound'] - toy.story_entropy() / L:.4f}"] * stories
         table.append([name, str(K), spacing, f"{row['bound']:.4f}", *gap, *rate(z),
                       f"{row['layers']:.2f}", f"{row['+ fusion']:.2f}", f"{row['tokens/s']:.0f}"])

@@ -1,15 +1,14 @@
 """Time-Anchored Diffusion Language Models (TADM, arXiv 2609.37924) in one file.
 
-A masked diffusion language model starts from a canvas of masks and reveals
-tokens in T reverse steps. The usual model runs its whole network at each of
-them. TADM splits it in four (Eq. 7-10):
+A masked diffusion language model starts from a canvas of masks and reveals tokens in T reverse
+steps. The usual model runs its whole network at each of them. TADM splits it in four (Eq. 7-10):
     c = S(z_t)                  token embedding: cheap, at every step
     h = A(S(z_t'))              anchor network: expensive, at every K-th step, then reused
     h_fused = Phi(c, h)         gated fusion: corrects the stale h with the current c
     logits = D(h_fused)         denoiser: a few layers, at every step
 
-In training the anchor is stale on purpose, as it will be in sampling. Of a model,
-the loss, the bound and the sampler need a mask_id and two methods:
+In training the anchor is stale on purpose, as it will be in sampling. Of a model, the loss, the
+bound and the sampler need a mask_id and two methods:
     cache = model.refresh(z)            # expensive: once every K steps
     logits = model.predict(z, cache)    # cheap: at every step; (B, L, V), real tokens only
 
@@ -91,7 +90,8 @@ class Block(nn.Module):
 
 class GatedFusion(nn.Module):
     """Correct a stale anchor h with the current c, token by token (Eq. 57-59): (B, L, d) each.
-    At first h_fused = LN(h), as W_2, b_2 = 0. In u, c comes before h; W_1 widens to 4d."""
+    At first h_fused = LN(h), as W_2, b_2 = 0. In u, c comes before h; W_1 widens to 4d.
+    Layers: norm_c, norm_h and norm_out are LN; gate is W_g, up W_1, down W_2."""
     def __init__(self, d_model):
         super().__init__()
         self.norm_c, self.norm_h, self.norm_out = (nn.LayerNorm(d_model) for _ in range(3))

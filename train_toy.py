@@ -14,10 +14,9 @@ accumulation, a learned tokenizer.
 import argparse
 import contextlib
 import copy
-import dataclasses
+import functools
 import hashlib
 import io
-import itertools
 import math
 import os
 import random
@@ -152,7 +151,7 @@ class Tokenizer:
         """The end token, all characters, the most frequent words of the stories' first `limit`."""
         words, chars = Counter(), set()
         for story in stories:
-            words.update(m[0] for m in itertools.islice(PIECE.finditer(story), limit))
+            words.update(PIECE.findall(story)[:limit])
             chars.update(story)
         vocab = [END, *sorted(chars)]
         if len(vocab) > vocab_size:
@@ -162,19 +161,18 @@ class Tokenizer:
         longer = [word for word, n in words.most_common() if n > 1 and len(word) > 1]
         return cls(vocab + longer[: vocab_size - len(vocab)])
 
-    def encode(self, text, max_tokens=None):
-        """List of ids, at most max_tokens. Raises UserError for a character without a token."""
-        pieces = (m[0] for m in PIECE.finditer(text))
-        tokens = (t for p in pieces for t in ([p] if p in self.ids else p))
+    def encode(self, text):
+        """List of ids. Raises UserError for a character without a token."""
+        pieces = PIECE.findall(text)
         try:
-            return [self.ids[t] for t in itertools.islice(tokens, max_tokens)]
+            return [self.ids[t] for p in pieces for t in ([p] if p in self.ids else p)]
         except KeyError as e:
             fail(f"the character {e.args[0]!r} does not occur in the training text, so the model "
                  "has no token for it: leave it out")
 
     def decode(self, ids):
         """The text of a list of ids, up to the first end token."""
-        return "".join(self.vocab[i] for i in itertools.takewhile(lambda i: i != 0, ids))
+        return "".join(self.vocab[i] for i in ids).partition(END)[0]
 
 
 # ----------------------------------------------------------------------------- 3. data
@@ -201,7 +199,7 @@ def load_data(args, trained=None):
     val = ["".join(c for c in story if c in tokenizer.ids) for story in val]
     canvases = []
     for part in (train, val):
-        rows = [tokenizer.encode(story, L) for story in tqdm(part, "encoding", leave=False)]
+        rows = [tokenizer.encode(story)[:L] for story in tqdm(part, "encoding", leave=False)]
         rows = [row + [0] * (L - len(row)) for row in rows if row]  # 0 is the end token
         if not rows:
             fail(f"{args.data} is too short: it needs two stories, with {END} or an empty line "
@@ -225,19 +223,13 @@ class Muon(torch.optim.Optimizer):
     torch.optim.Muon works in bfloat16, which many CPUs only emulate, and slowly.
     """
 
-    def __init__(self, params, lr=0.0, momentum=0.95):
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
     @torch.no_grad()
     def step(self):
-        group = self.param_groups[0]
-        for p in group["params"]:
-            if p.grad is None:
-                continue
+        for p in self.param_groups[0]["params"]:
             mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
-            mean.lerp_(p.grad, 1 - group["momentum"])
-            ahead = p.grad.lerp(mean, group["momentum"])  # Nesterov
-            size = group["lr"] * 7 * max(1, p.shape[0] / p.shape[1]) ** 0.5
+            mean.lerp_(p.grad, 1 - 0.95)
+            ahead = p.grad.lerp(mean, 0.95)  # Nesterov
+            size = self.param_groups[0]["lr"] * 7 * max(1, p.shape[0] / p.shape[1]) ** 0.5
             p.sub_(size * orthogonal(ahead))
 
 
@@ -261,7 +253,7 @@ def make_optimizers(model):
         if p.requires_grad:
             (matrices if p.ndim == 2 and name.startswith(parts) else others).append(p)
     adamw = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    return [Muon(matrices), adamw]
+    return [Muon(matrices, {"lr": 0.0}), adamw]
 
 
 # Eq. 14 with lambda = 1 learns less here. The tokens revealed in a rollout are not those of x, so
@@ -314,8 +306,7 @@ def train(args, checkpoint, path, x_train, x_val, tokenizer, data_hash):
     n_new = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"{args.model}: {n_new:,} weights to train of {n_all:,}, {config}; "
           f"{len(x_train):,} canvases to train on, {len(x_val):,} to validate")
-    every = max(1, args.steps // 10)  # evaluation and checkpoint
-    saved, stops, smooth = start, [], None
+    every, stops, smooth, saved = max(1, args.steps // 10), [], None, start
 
     with contextlib.ExitStack() as undo, tqdm(total=args.steps, initial=start, unit="step") as bar:
         for number in (signal.SIGINT, signal.SIGTERM):  # the loop ends where it can save
@@ -326,13 +317,13 @@ def train(args, checkpoint, path, x_train, x_val, tokenizer, data_hash):
             # same noise, and an evaluation in between cannot disturb it.
             g = step_generator(args.seed, step, device)
             rows = torch.randint(len(x_train), (args.batch_size,), generator=g, device=device)
-            with autocast(args, device):
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
                 loss = training_loss(model, x_train[rows], args, step, g)
 
             # The weight 1/t makes some gradients huge: one batch must not undo the others' work.
             model.zero_grad()
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
             # Warm up while the optimizers' averages are young, then go down to 0 in a line.
             warmup = min(1.0, step / min(100, args.steps))
@@ -343,16 +334,11 @@ def train(args, checkpoint, path, x_train, x_val, tokenizer, data_hash):
                 keep = min(0.99, step / (step + 9))  # a young average forgets faster
                 torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - keep)
 
-            # The average is evaluated on the same 128 canvases each time.
-            due = step % every == 0 or step == args.steps
-            nats = torch.zeros(())
-            if due:
-                with autocast(args, device):
-                    nats = evaluate(ema, x_val[:128], None, 1, g, draws=4).mean()
-
-            # A step may break the weights after a good loss: nothing broken is ever saved.
-            weights = model.parameters() if due or stops else ()
-            if not all(x.isfinite().all() for x in (loss, norm, nats, *weights)):
+            # The average is evaluated on the same 128 canvases each time. A step may break the
+            # weights after a good loss: nothing broken is ever saved.
+            due = step % every == 0 or step == args.steps or stops
+            nats = evaluate(ema, x_val[:128], None, 1, g, draws=4).mean() if due else loss
+            if not (loss + nats).isfinite():
                 fail(f"the loss is not finite at step {step}: try a smaller --lr or --gamma; "
                      + (f"{path} holds step {saved}" if saved else "nothing was saved"))
 
@@ -360,38 +346,34 @@ def train(args, checkpoint, path, x_train, x_val, tokenizer, data_hash):
             smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
             bar.set_postfix_str(f"loss {smooth:.3f} nats/token", False)
             bar.update()
+            if not due:
+                continue
+
+            # A text says more than a number.
+            z, _ = generate(ema, 1, args.seq_len, 4, g)
+            text = tokenizer.decode(z[0].tolist()).replace("\n", " ")
+            tqdm.write(f"step {step}: bound {nats:.3f} nats/token | {text[:100]}")
 
             # All that the next step depends on: a resumed run ends with the very same weights.
-            if due or stops:
-                if not saved:
-                    must_not_exist(path)  # another run may have come first
-                state = {
-                    "format": FORMAT, "config": dataclasses.asdict(config), "args": vars(args),
-                    "vocab": tokenizer.vocab, "data_hash": data_hash, "step": step,
-                    "weights": model.state_dict(), "ema": ema.state_dict(),
-                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                }
-                write_file(path, "--out", lambda part, state=state: torch.save(state, part))
-                saved = step
+            state = {
+                "format": FORMAT, "config": vars(config), "args": vars(args), "step": step,
+                "vocab": tokenizer.vocab, "data_hash": data_hash,
+                "weights": model.state_dict(), "ema": ema.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            }
+            if not saved:
+                must_not_exist(path)  # another run may have come first
+            write_file(path, "--out", functools.partial(torch.save, state))
+            saved = step
             if stops:
-                line = shlex.join(["python", "train_toy.py", "--resume", str(path)])
-                tqdm.write(f"stopped at step {step}, all saved; to go on: {line}")
+                command = shlex.join(["python", "train_toy.py", "--resume", str(path)])
+                tqdm.write(f"stopped at step {step}, all saved; to go on: {command}")
                 return None
-            # A text says more than a number.
-            if due:
-                with autocast(args, device):
-                    z, _ = generate(ema, 1, args.seq_len, 4, g)
-                text = tokenizer.decode(z[0].tolist()).replace("\n", " ")
-                tqdm.write(f"step {step}: bound {nats:.3f} nats/token | {text[:100]}")
     return ema
 
 
 def step_generator(seed, step, device):
     return torch.Generator(device).manual_seed((seed * 1_000_003 + step) % 2**63)
-
-
-def autocast(args, device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
 # --------------------------------------------------------------------------------- 5. report
@@ -417,7 +399,7 @@ def valid_shares(z, tokenizer):
     texts = ["".join(tokenizer.vocab[i] for i in row) for row in z.tolist()]
     texts = [re.sub(f"({re.escape(END)})+$", "", text) for text in texts]
     stories, valid, sentences = map(sum, zip(*map(check_story, texts)))
-    return stories / len(texts), valid / max(1, sentences)
+    return {"stories": stories / len(texts), "sentences": valid / max(1, sentences)}
 
 
 def fusion_share(model):
@@ -444,7 +426,7 @@ def evaluate(model, x, steps, refresh_every, generator, **options):
     return torch.cat(parts)
 
 
-def measure(model, x, tokenizer, steps, refresh_every, num, depth, teacher=None, **spacing):
+def measure(model, x, steps, refresh_every, num, depth, teacher=None, **spacing):
     """One row of a table, and the canvases z (num, L) that were sampled for it, always with the
     same noise. Layer calls are per step, relative to a model of that depth."""
     noise = [step_generator(0, i, x.device) for i in range(3)]
@@ -455,11 +437,10 @@ def measure(model, x, tokenizer, steps, refresh_every, num, depth, teacher=None,
         row["KL"] = float(kl.mean())
     begin = time.perf_counter()
     z, stats = generate(model, num, *policy, noise[2], **spacing)
-    row["tokens/s"] = z.numel() / max(time.perf_counter() - begin, 1e-9)  # clocks may tick late
+    speed = z.numel() / max(time.perf_counter() - begin, 1e-9)  # clocks may tick late
     layers, fused = stats["layer_calls"], stats["denoiser_calls"] * fusion_share(model)
-    row["stories"], row["sentences"] = valid_shares(z, tokenizer)
     row["layers"], row["+ fusion"] = layers / steps / depth, (layers + fused) / steps / depth
-    return row, z
+    return row | {"tokens/s": speed}, z
 
 
 def show(title, table):
@@ -472,49 +453,43 @@ def show(title, table):
         print(f"| {' | '.join(cells)} |")
 
 
+FORMATS = {"bound": ".4f", "KL": ".4f", "layers": ".2f", "+ fusion": ".2f", "tokens/s": ",.0f",
+           "stories": ".0%", "sentences": ".0%"}
+
+
 def report(model, x_val, tokenizer, args, path):
     """Print the bound, the closing table, samples and the command to try next."""
-    L, x, device = args.seq_len, x_val[:512], x_val.device
-    nats = evaluate(model, x, None, 1, step_generator(0, 0, device))
+    L, x = args.seq_len, x_val[:512]
+    nats = evaluate(model, x, None, 1, step_generator(0, 0, x.device))
     characters = sum(len(tokenizer.decode(row)) for row in x.tolist())
     print(f"\nbound on {len(x)} validation canvases, T -> infinity, fresh anchors: "
           f"{nats.mean():.4f} +- {nats.std(correction=0) / math.sqrt(len(x)):.4f} nats/token, "
           f"{nats.sum() * L / max(1, characters):.4f} nats/character")
-
-    # The columns and rows of the table. depth: of the single-stage model it is compared with.
-    columns = {"bound": ".4f", "layers": ".2f", "+ fusion": ".2f", "tokens/s": ",.0f"}
-    steps, depth, num = 2 * L, args.n_anchor or args.n_denoiser, 16
-    if args.data == "stories":
+    stories = args.data == "stories"
+    if stories:
         print(f"true entropy of the built-in stories: {story_entropy() / L:.4f} nats/token")
-        columns |= {"stories": ".0%", "sentences": ".0%"}
-        num = 64  # of other texts only the speed is told
-    teacher, rows = None, [(args.model, model, K) for K in (1, 2, 4, 8)]
-    if not model.depths[0]:
-        rows = rows[:1]  # nothing is cached
-    elif hasattr(model, "base"):
-        columns = {"bound": ".4f", "KL": ".4f"} | columns
-        steps, depth, teacher = L, args.n_anchor + args.n_denoiser, model.base
-        rows, naive = [("teacher", teacher, 1)], without_fusion(model)
-        for K in (1, 2, 3, 4, 8):
-            rows += [("naive", naive, K), ("fused", model, K)]
-    steps = UNIFORM_STEPS if model.mask_id is None else steps
 
-    table = [["model", "K", *columns]]
+    # What the rows are about. depth: of the single-stage model that layer calls are relative to.
+    steps, depth, teacher = 2 * L, args.n_anchor or args.n_denoiser, None
+    rows = [(args.model, model, K) for K in ((1, 2, 4, 8) if model.depths[0] else (1,))]
+    if hasattr(model, "base"):
+        steps, depth, teacher = L, args.n_anchor + args.n_denoiser, model.base
+        kinds = {"naive": without_fusion(model), "fused": model}
+        rows = [(name, kinds[name], K) for K in (1, 2, 3, 4, 8) for name in kinds]
+        rows.insert(0, ("teacher", teacher, 1))
+    steps = UNIFORM_STEPS if model.mask_id is None else steps
+    num, table = 64 if stories else 16, []  # of other texts only the speed is told
     for name, m, K in tqdm(rows, "measuring", leave=False):
-        row, z = measure(m, x[:256], tokenizer, steps, K, num, depth, teacher=teacher)
-        table.append([name, str(K), *(f"{row[key]:{digits}}" for key, digits in columns.items())])
+        row, z = measure(m, x[:256], steps, K, num, depth, teacher)
+        row |= valid_shares(z, tokenizer) if stories else {}
+        table.append([name, str(K), *(f"{row[key]:{FORMATS[key]}}" for key in row)])
     show(f"T = {steps} reverse steps, anchor refreshed every K steps; {num} canvases sampled "
-         "together", table)
+         "together", [["model", "K", *row], *table])
     print("\nbound: nats/token, the same noise in every row. layers: layer calls per step, relative"
           f"\nto a single-stage model of {depth} layers; + fusion: its multiply-adds counted as "
           "well.\n")
-    texts = [("", z[:2])]
-    if model.mask_id is not None:
-        nucleus, _ = generate(model, 2, steps, 8, step_generator(0, 2, device), top_p=0.9)
-        texts += [(", nucleus 0.9", nucleus)]
-    for what, canvases in texts:
-        for canvas in canvases.tolist():
-            print(f"sample (K = {K}{what}): {tokenizer.decode(canvas)}\n")
+    for canvas in z[:2].tolist():
+        print(f"sample (K = {K}): {tokenizer.decode(canvas)}\n")
     print(f"now try: python sample.py {shlex.quote(str(path))} --watch")
 
 
@@ -536,10 +511,9 @@ def number(kind, low, high=10**9):
     """An argparse type: a number of that kind in [low, high]."""
 
     def convert(text):
-        value = kind(text)
-        if not low <= value <= high:
+        if not low <= kind(text) <= high:
             raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
-        return value
+        return kind(text)
 
     convert.__name__ = kind.__name__  # for argparse's own message
     return convert
@@ -584,17 +558,15 @@ def parse(argv):
         help="of the matrix products (default %(default)s)")
     add("--out", default="out", help="folder for the new checkpoint, MODEL.pt (default out)")
 
-    # What is not given comes from the preset, what stands in a checkpoint from there.
-    args = parser.parse_args(argv)
-    source, checkpoint, fixed = args.resume or args.posttrain, None, ()
-    known = dict(PRESETS[args.preset])
+    # What is not given comes from the preset, or from a checkpoint; that one's sizes are fixed.
+    args, checkpoint, fixed = parser.parse_args(argv), None, ()
+    known = PRESETS[args.preset] | (STORIES if args.data == "stories" else {})
+    source = args.resume or args.posttrain
     if source:
         checkpoint = load_checkpoint(source)
         fixed = (*SIZES, "out") if args.resume else SIZES
-        known |= checkpoint["args"] | {"resume": args.resume, "posttrain": args.posttrain,
-                                       "out": str(Path(source).parent)}
-    elif args.data == "stories":
-        known |= STORIES
+        known = checkpoint["args"] | {"resume": args.resume, "posttrain": args.posttrain,
+                                      "out": str(Path(source).parent)}
     if args.posttrain:
         if known["model"] not in ("mdlm", "uniform"):
             fail(f"--posttrain needs a --model mdlm or uniform, {source} is a {known['model']}")
@@ -617,11 +589,10 @@ def flag(name):
 def pick_device(name):
     """A torch.device that works here. Raises UserError."""
     if name == "auto":
-        cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-        name = "cuda" if cuda else "mps" if mps else "cpu"
+        accelerator = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+        name = accelerator.type if accelerator else "cpu"
         print(f"device: {name}")
-    message = f"--device {name} cannot be used here: try --device cpu"
-    with explained(message, RuntimeError, AssertionError):
+    with explained(f"--device {name} cannot be used here: try --device cpu", Exception):
         torch.zeros(1, device=name).item()
         return torch.device(name)
 
@@ -720,7 +691,6 @@ def explained(message, *kinds):
 
 
 def run(argv):
-    argv = sys.argv[1:] if argv is None else argv
     args, checkpoint = parse(argv)
     path = Path(args.resume or f"{args.out}/{args.model}.pt")
     if not args.resume:
@@ -742,25 +712,23 @@ def run(argv):
     model = train(args, checkpoint, path, x_train, x_val, tokenizer, data_hash)
     if model is None:
         return 130
-    with autocast(args, device):
-        report(model, x_val, tokenizer, args, path)
+    report(model, x_val, tokenizer, args, path)
     return 0
 
 
 def shielded(run, program, argv=None):
     """Call run(argv). Returns the exit code: 2 after a UserError, 130 after Ctrl-C."""
-    sys.stdout = sys.stdout or io.StringIO()  # closed, as by >&-
-    sys.stderr = sys.stderr or io.StringIO()
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # consoles that cannot print a character
     try:
-        code = run(argv)
+        code = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code or 0
     except UserError as e:
         code, error = 2, str(e)
     except (MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and "alloc" not in str(e):
+        if "alloc" not in str(e):
             raise
         code, error = 2, "out of memory: make the batch, the model or --num smaller"
     except OSError as e:  # a full disk, or a reader who has gone: do not fail again at exit
@@ -772,9 +740,7 @@ def shielded(run, program, argv=None):
     return code
 
 
-def main(argv=None):
-    return shielded(run, "train_toy.py", argv)
-
+main = functools.partial(shielded, run, "train_toy.py")
 
 if __name__ == "__main__":
     sys.exit(main())
