@@ -1457,8 +1457,8 @@ def test_script_muon_trains_matrices_of_layers_and_fusion_only():
 ODD = """“Well,” said Tom’s dog — woof!  It didn't; the café cost 25 cents…
 
 They went home, and  slept."""
-TINY = ["--steps", "6", "--d-model", "16", "--n-heads", "2", "--n-anchor", "2", "--n-denoiser", "1",
-        "--batch-size", "4", "--seq-len", "12", "--device", "cpu"]
+TINY = ("--steps 6 --d-model 16 --n-heads 2 --n-anchor 2 --n-denoiser 1 --batch-size 4 "
+        "--seq-len 12 --device cpu")
 
 
 def write_tales(folder, n=60, between=train_toy.END):
@@ -1534,23 +1534,38 @@ def test_text_download(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------- scripts
 
 
+def shell(line, capsys):
+    """What a shell does with this line: the exit code, what is printed, lines on stderr."""
+    script, *argv = shlex.split(line.replace("TINY", TINY))
+    capsys.readouterr()
+    code = {"train_toy.py": train_toy, "sample.py": sample_script}[script].main(argv)
+    printed, errors = capsys.readouterr()
+    bars = r"%\||it/s|\x1b|^\s*$"
+    return code, printed, [row for row in errors.splitlines() if not re.search(bars, row)]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder with tales.txt, tiny checkpoints of all kinds, and what each run printed."""
     out = tmp_path_factory.mktemp("it's")
-    fresh = ["--data", str(write_tales(out)), "--out", str(out), *TINY, "--model"]
-    runs = {name: [*fresh, name] for name in ("tadm", "mdlm", "uniform")}
-    runs["adlm"] = [*fresh, "adlm", "--gamma", "0.1", "--dtype", "bfloat16"]
-    runs |= {f"posttrained_{base}": post(out, base) for base in ("mdlm", "uniform")}
-    for name, argv in runs.items():
+    fresh = f"--data {shlex.quote(str(write_tales(out)))} TINY --model"
+    runs = {name: f"{fresh} {name}" for name in ("tadm", "mdlm", "uniform")}
+    runs["adlm"] = f"{fresh} adlm --gamma 0.1 --dtype bfloat16"
+    for base in ("mdlm", "uniform"):
+        runs[f"posttrained_{base}"] = f"--posttrain {shlex.quote(str(out))}/{base}.pt --steps 6"
+    for name, line in runs.items():
+        argv = shlex.split(f"{line.replace('TINY', TINY)} --out {shlex.quote(str(out))}")
         path = out / f"{name}.txt"
         with open(path, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
             assert train_toy.main(argv) == 0
     return out
 
 
-def post(out, base="mdlm"):
-    return ["--posttrain", str(out / f"{base}.pt"), "--steps", "6", "--device", "cpu"]
+@pytest.fixture
+def run(trained, tmp_path, monkeypatch, capsys):
+    """shell() in a folder of its own; @ is that of trained."""
+    monkeypatch.chdir(tmp_path)
+    return lambda line: shell(line.replace("@", shlex.quote(str(trained))), capsys)
 
 
 def at_step(monkeypatch, number, act):
@@ -1565,25 +1580,6 @@ def at_step(monkeypatch, number, act):
     monkeypatch.setattr(train_toy, "training_loss", patched)
 
 
-def wrong(main, argv, capsys):
-    """The one line on stderr of a run that must fail with exit code 2."""
-    capsys.readouterr()
-    assert main([str(a) for a in argv]) == 2, f"{argv} must end with exit code 2"
-    lines = capsys.readouterr().err.splitlines()
-    lines = [line for line in lines if not re.search(r"%\||it/s|^\s*$", line)]
-    assert len(lines) == 1 and "Traceback" not in lines[0], f"one clear line, got {lines}"
-    return lines[0]
-
-
-MAINS = {"train_toy.py": train_toy.main, "sample.py": sample_script.main}
-
-
-def pasted(printed, before):
-    """What a shell makes of the command that stands after these words: main, argv."""
-    _, script, *argv = shlex.split(printed.partition(before)[2].splitlines()[0])
-    return MAINS[script], argv
-
-
 def tables(printed):
     """The Markdown tables that a script printed, each a list of rows, the first one the head."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()]
@@ -1592,7 +1588,7 @@ def tables(printed):
     return [rows[i:j] for i, j in zip(heads, [*heads[1:], None])]
 
 
-def test_script_trains_and_samples_from_end_to_end(trained, capsys):
+def test_script_trains_and_samples_from_end_to_end(run, trained):
     printed = (trained / "tadm.txt").read_text(encoding="utf-8")
     table = [[float(cell) for cell in row[1:5]] for row in tables(printed)[0][1:]]
     assert [row[0] for row in table] == [1, 2, 4, 8], "the closing table: K = 1, 2, 4, 8"
@@ -1604,22 +1600,24 @@ def test_script_trains_and_samples_from_end_to_end(trained, capsys):
     x, tokenizer = load(trained / "tales.txt", 12)[1:]
     characters = sum(len(tokenizer.decode(row)) for row in x.tolist())
     close(float(bound[2]) * characters, float(bound[1]) * x.numel(), 0.2, "nats of all, either way")
-    main, argv = pasted(printed, "now try: ")
-    for options, calls in (("--steps 5 --refresh-every 2", "5 steps, 3 anchor calls, "),
-                           ("--prompt 777777777777 --one-by-one", "0 steps, "),  # no hole in it
-                           ("--order entropy --eta 1e9", "1 steps, 1 anchor calls")):
-        assert main([*argv, *options.split()]) == 0 and calls in capsys.readouterr().out
-    assert main([*argv, "--prompt", "The cat ___ 3 [MASK] and said"]) == 0
-    printed = capsys.readouterr().out
+    command = printed.partition("now try: python ")[2].splitlines()[0]
+    for options, told in (("--steps 5 --refresh-every 2", "5 steps, 3 anchor calls, "),
+                          ("--prompt 777777777777 --one-by-one", "0 steps, "),  # no hole in it
+                          ("--order entropy --eta 1e9", "1 steps, 1 anchor calls"),
+                          ("--prompt 'The cat ___ 3 [MASK] and said'", "anchor age   0")):
+        code, printed, _ = run(f"{command} {options}")
+        assert code == 0 and told in printed and "\x1b" not in printed, "text without a terminal"
     assert re.search(r"^\[1\] The cat.* 3.* and said", printed, re.MULTILINE), "the prompt stays"
-    assert "anchor age   0" in printed and "\x1b" not in printed, "plain text without a terminal"
+    code, printed, _ = run("sample.py @/uniform.pt --prompt 'The cat ___ 3' --eta 2 --num 1")
+    assert re.search(r"^\[1\] The cat.* 3", printed, re.MULTILINE), "without masks, too"
+    assert code == 0 and "48 steps, 0 anchor calls" in printed
     saved, name = train_toy.load_checkpoint(trained / "tadm.pt"), "denoiser.0.up.weight"
     sampled = train_toy.build(saved, "cpu")[0].state_dict()[name]
     assert sampled.equal(saved["ema"][name]) and not sampled.equal(saved["weights"][name])
 
 
 @pytest.mark.parametrize("base", ["mdlm", "uniform"])
-def test_script_posttrain_from_end_to_end(trained, base):
+def test_script_posttrain_from_end_to_end(run, trained, base):
     printed = (trained / f"posttrained_{base}.txt").read_text(encoding="utf-8")
     table = {(kind, int(K)): tuple(map(float, values[:3]))
              for kind, K, *values in tables(printed)[0][1:]}
@@ -1634,127 +1632,169 @@ def test_script_posttrain_from_end_to_end(trained, base):
         assert value.equal(after[f"base.{weight}"]), f"{weight} of the base must stay frozen"
     n_new = sum(v.numel() for k, v in after.items() if k.startswith("fusion."))
     assert f"posttrained_{base}: {n_new:,} weights to train of " in printed
-    assert sample_script.main([str(paths[1]), "--steps", "9", "--naive"]) == 0
+    assert run(f"sample.py @/posttrained_{base}.pt --steps 9 --naive")[0] == 0
 
 
-def test_script_learns_the_built_in_stories_without_a_network(monkeypatch, capsys, tmp_path):
+def test_script_learns_the_built_in_stories_without_a_network(run, monkeypatch):
     monkeypatch.setattr(train_toy, "N_STORIES", 200)
     monkeypatch.setitem(train_toy.TINYSTORIES, "url", "http://127.0.0.1:9/x")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    argv = [*TINY, "--seq-len", "62", "--steps", "60", "--lr", "0.01", "--model", "mdlm"]
-    assert train_toy.main([*argv, "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr()
-    assert "could not be downloaded" in printed.err and "built-in stories" in printed.err
-    assert f"{train_toy.story_entropy() / 62:.4f} nats/token" in printed.out
-    assert tables(printed.out)[0][0][-2:] == ["stories", "sentences"]
-    nats = re.search(r"fresh anchors: ([\d.]+)", printed.out)[1]
+    monkeypatch.setenv("XDG_CACHE_HOME", os.getcwd())
+    code, printed, (error,) = run("train_toy.py TINY --seq-len 62 --steps 60 --lr 0.01 "
+                                  "--model mdlm")
+    assert code == 0 and "could not be downloaded" in error and "built-in stories" in error
+    assert f"{train_toy.story_entropy() / 62:.4f} nats/token" in printed
+    assert tables(printed)[0][0][-2:] == ["stories", "sentences"]
+    nats = re.search(r"fresh anchors: ([\d.]+)", printed)[1]
     assert float(nats) < 3.6, "an untrained model has ln V = 4.7 nats/token"
 
 
-@pytest.mark.parametrize("model", ["tadm", "uniform", "posttrained_mdlm"])
-def test_script_resume_equals_an_uninterrupted_run(trained, tmp_path, monkeypatch, capsys, model):
+@pytest.mark.parametrize("model,source", [
+    ("tadm", "--data @/tales.txt TINY"), ("uniform", "--data @/tales.txt TINY --model uniform"),
+    ("posttrained_mdlm", "--posttrain @/mdlm.pt --steps 6")])
+def test_script_resume_equals_an_uninterrupted_run(run, trained, monkeypatch, model, source):
     """Ctrl-C after 3 of 6 steps, then --resume: the very same weights and averages."""
-    argv = ["--data", str(trained / "tales.txt"), *TINY, "--model", model]
-    argv = post(trained) if model == "posttrained_mdlm" else argv
-    stop, out = signal.SIGINT if model == "tadm" else signal.SIGTERM, tmp_path / "the other's"
+    stop = signal.SIGINT if model == "tadm" else signal.SIGTERM
     with monkeypatch.context() as patch:
         at_step(patch, 3, lambda _: signal.raise_signal(stop))
-        assert train_toy.main([*argv, "--out", str(out)]) == 130, "Ctrl-C"
-    main, argv = pasted(capsys.readouterr().out, "stopped at step 3, all saved; to go on: ")
-    assert main(argv) == 0
-    whole, parts = (train_toy.load_checkpoint(at / f"{model}.pt") for at in (trained, out))
+        code, printed, _ = run(f"train_toy.py {source} --out 'a $b'")
+    assert code == 130, "Ctrl-C"
+    before = "stopped at step 3, all saved; to go on: python "
+    assert run(printed.partition(before)[2].splitlines()[0])[0] == 0
+    paths = trained / f"{model}.pt", Path("a $b") / f"{model}.pt"
+    whole, parts = map(train_toy.load_checkpoint, paths)
     assert parts["step"] == whole["step"] == 6
     for kind in ("weights", "ema"):
         for name, value in whole[kind].items():
             assert value.equal(parts[kind][name]), f"{kind} {name} differs after --resume"
 
 
-def test_script_stops_where_nothing_is_finite(capsys, monkeypatch, tmp_path):
-    argv = ["--data", write_tales(tmp_path), *TINY, "--out", tmp_path]
-    line = wrong(train_toy.main, [*argv, "--lr", "1e30"], capsys)
-    assert "not finite" in line and "nothing was saved" in line, "weights may break after the loss"
-    assert not list(tmp_path.rglob("*.pt")), "weights that are not finite are never saved"
+def test_script_stops_where_nothing_is_finite(run, monkeypatch):
+    code, _, (error,) = run("train_toy.py --data @/tales.txt TINY --lr 1e30")
+    assert code == 2 and "not finite" in error and "nothing was saved" in error
+    assert not list(Path("out").iterdir()), "weights may break after the loss: none is saved"
     at_step(monkeypatch, 4, lambda model: model.position.data.fill_(math.nan))
-    error = wrong(train_toy.main, argv, capsys)
-    assert "at step 4" in error and "tadm.pt holds step 3" in error
-    assert train_toy.load_checkpoint(tmp_path / "tadm.pt")["step"] == 3
+    code, _, (error,) = run("train_toy.py --data @/tales.txt TINY")
+    assert code == 2 and "at step 4" in error and "tadm.pt holds step 3" in error
+    assert train_toy.load_checkpoint("out/tadm.pt")["step"] == 3
 
 
-# What must end with one line that contains the second string. @: the folder of trained.
-BAD_TRAINING = {
-    "--data nowhere.txt": "cannot read",
-    "--data empty": "too short",
-    "--data short": "two stories",
-    "--data binary": "utf-8",
-    "--data stories --seq-len 20": "--seq-len 62",
-    "TINY --out short": "--out",
-    "TINY --seq-len x": "seq-len: invalid int",
-    "TINY --stepz 3": "--stepz",
-    "TINY --device abacus": "--device",
-    "TINY --model mdlm --gamma 1": "--gamma",
-    "TINY --data @/tales.txt --n-heads 3": "divisible",
-    "TINY --data @/tales.txt --vocab-size 5": "--vocab-size",
-    "TINY --data @/tales.txt --out @": "exists",
-    "--posttrain nowhere.pt": "no checkpoint",
-    "--posttrain @/tadm.pt": "mdlm",
-    "--posttrain @/mdlm.pt --anchors stale": "--anchors",
-    "--posttrain @/mdlm.pt --preset gpu": "has --preset cpu",
-    "--posttrain @/mdlm.pt --out @": "exists",
-    "--resume": "no checkpoint",
-    "--resume @/tadm.pt --d-model 32": "has --d-model 16",
-    "--resume @/tadm.pt --out elsewhere": "has --out",
-    "--resume @/tadm.pt --posttrain @/mdlm.pt": "not allowed with",
-    "--resume unfit.pt": "damaged",
+def test_script_overwrites_no_other_run(run, monkeypatch):
+    """A run that begins and ends within another one's first step has the name."""
+    begun, line = [], "train_toy.py --data @/tales.txt TINY --seed"
+
+    def act(model):
+        begun.append(model)
+        assert len(begun) == 2 or run(f"{line} 9")[0] == 0
+
+    at_step(monkeypatch, 1, act)
+    code, _, errors = run(f"{line} 0")
+    assert code == 2 and "exists" in errors[-1]
+    assert train_toy.load_checkpoint("out/tadm.pt")["args"]["seed"] == 9
+
+
+# Lines that must end with exit code 2 and one line, which contains the second string.
+BAD = {
+    "train_toy.py --data nowhere.txt": "cannot read",
+    "train_toy.py --data empty": "too short",
+    "train_toy.py --data binary": "utf-8",
+    "train_toy.py --data stories --seq-len 20": "--seq-len 62",
+    "train_toy.py TINY --out short": "--out",
+    "train_toy.py TINY --stepz 3": "--stepz",
+    "train_toy.py TINY --device abacus": "--device",
+    "train_toy.py TINY --model mdlm --gamma 1": "--gamma",
+    "train_toy.py TINY --data @/tales.txt --n-heads 3": "divisible",
+    "train_toy.py TINY --data @/tales.txt --vocab-size 5": "--vocab-size",
+    "train_toy.py TINY --data @/tales.txt --out @": "exists",
+    "train_toy.py --posttrain @/tadm.pt": "mdlm",
+    "train_toy.py --posttrain @/mdlm.pt --anchors stale": "--anchors",
+    "train_toy.py --posttrain @/mdlm.pt --preset gpu": "has --preset cpu",
+    "train_toy.py --resume": "no checkpoint",
+    "train_toy.py --resume @/tadm.pt --d-model 32": "has --d-model 16",
+    "train_toy.py --resume @/tadm.pt --out elsewhere": "has --out",
+    "train_toy.py --resume @/tadm.pt --posttrain @/mdlm.pt": "not allowed with",
+    "train_toy.py --resume unfit.pt": "damaged",
+    "sample.py none.pt": "no checkpoint",
+    "sample.py other.pt": "not a checkpoint",
+    "sample.py cut.pt": "not a checkpoint",
+    "sample.py damaged.pt": "damaged",
+    "sample.py @/tadm.pt --prompt 1234567890123": "shorten",
+    "sample.py @/tadm.pt --prompt 5%": "'%'",
+    "sample.py @/tadm.pt --num 0": "num",
+    "sample.py @/tadm.pt --one-by-one --remask cap": "steps",
+    "sample.py @/tadm.pt --eta 1": "--eta needs",
+    "sample.py @/tadm.pt --naive": "--naive",
+    "sample.py @/tadm.pt --quick": "--quick needs",
+    "sample.py --compare @/tadm.pt --num 1": "--num has no effect",
+    "sample.py --compare @/tadm.pt moved.pt": "not trained on the same",
+    "sample.py --compare @/uniform.pt": "no mask",
+    "sample.py @/uniform.pt --order entropy": "--order has no effect",
+    "sample.py @/tadm.pt --svg a.txt": "into a file named .svg",
+    "sample.py @/tadm.pt --svg a.svg --steps 1001": "(here 1001)",
+    "sample.py @/tadm.pt --svg folder.svg": "--svg",
 }
-BAD_SAMPLING = {
-    "none.pt": "no checkpoint",
-    "binary": "not a checkpoint",
-    "other.pt": "not a checkpoint",
-    "cut.pt": "not a checkpoint",
-    "damaged.pt": "damaged",
-    "@/tadm.pt --prompt 1234567890123": "shorten",
-    "@/tadm.pt --prompt 5%": "'%'",
-    "@/tadm.pt --num 0": "num",
-    "@/tadm.pt --one-by-one --remask cap": "steps",
-    "@/tadm.pt --one-by-one --order entropy": "steps",
-    "@/tadm.pt --eta 1": "--eta needs",
-    "@/tadm.pt --naive": "--naive",
-    "@/tadm.pt --quick": "--quick needs",
-    "--compare @/tadm.pt --num 1": "--num has no effect",
-    "--compare @/tadm.pt moved.pt": "not trained on the same",
-    "--compare @/uniform.pt": "no mask",
-    "@/uniform.pt --order entropy": "--order has no effect",
-    "@/uniform.pt --top-p 0.5": "--top-p has no effect",
-    "@/uniform.pt --one-by-one": "--one-by-one has no effect",
-    "@/tadm.pt --svg a.txt": "into a file named .svg",
-    "@/tadm.pt --svg a.svg --steps 1001": "(here 1001)",
-    "@/tadm.pt --svg folder.svg": "--svg",
-}
 
 
-@pytest.mark.parametrize("script,line", [
-    *itertools.product(["train_toy.py"], BAD_TRAINING),
-    *itertools.product(["sample.py"], BAD_SAMPLING)])
-def test_script_bad_input(trained, tmp_path, monkeypatch, capsys, script, line):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("line", BAD)
+def test_script_bad_input(run, trained, line):
     for name, content in (("empty", b""), ("binary", b"\x89PNG\xff\x00"), ("short", b"one word"),
                           ("cut.pt", (trained / "tadm.pt").read_bytes()[:9999])):
         Path(name).write_bytes(content)
+    good = train_toy.load_checkpoint(trained / "tadm.pt")
     for name, change in (("unfit", {"optimizers": [{}, {}]}), ("damaged", {"ema": {}}),
                          ("moved", {"data_hash": "another"}), ("other", {"format": 1})):
-        good = train_toy.load_checkpoint(trained / "tadm.pt")
         torch.save(good | change, f"{name}.pt")
     Path("folder.svg").mkdir()
-    message = (BAD_TRAINING | BAD_SAMPLING)[line]
-    line = line.replace("TINY", " ".join(TINY)).replace("@", str(trained))
-    assert message in wrong(MAINS[script], line.split(), capsys)
+    code, _, errors = run(line)
+    assert code == 2 and len(errors) == 1 and BAD[line] in errors[0], errors
 
 
-def test_script_compare_agrees_with_direct_calls(trained, capsys):
+def test_script_defaults_follow_data_model_and_checkpoint(trained):
+    post = {"steps": 1000, "batch_size": 16, "d_model": 16, "model": "posttrained_mdlm"}
+    for line, truth in (("", {"seq_len": 96, "anchors": "stale"}),
+                        ("--preset gpu", {"seq_len": 256}),
+                        ("--data stories", {"seq_len": 62, "steps": 2000}),
+                        ("--data stories --steps 5", {"seq_len": 62, "steps": 5}),
+                        ("--model adlm", {"anchors": "fresh"}),
+                        ("--model adlm --anchors stale", {"anchors": "stale"}),
+                        ("--posttrain mdlm.pt", post), ("--resume tadm.pt", {"steps": 6})):
+        argv = [str(trained / word) if word.endswith(".pt") else word for word in line.split()]
+        args = vars(train_toy.parse(argv)[0])
+        assert {name: args[name] for name in truth} == truth, line
+
+
+def test_script_data_may_move_but_not_change(run, trained, monkeypatch):
+    """Whoever reads data for a checkpoint compares its contents, wherever it lies now."""
+    monkeypatch.setattr(train_toy, "report", lambda *_: None)
+    text = (trained / "tales.txt").read_text(encoding="utf-8")
+    changed = train_toy.END.join(reversed(text.split(train_toy.END)))
+    for line in ("sample.py --compare @/mdlm.pt --quick", "train_toy.py --resume @/mdlm.pt",
+                 "train_toy.py --posttrain @/mdlm.pt --steps 6 --out new"):
+        Path("moved.txt").write_text(changed, encoding="utf-8")
+        code, _, errors = run(f"{line} --data moved.txt")
+        assert code == 2 and "not what" in errors[0], line
+        Path("moved.txt").write_text(text, encoding="utf-8")
+        assert run(f"{line} --data moved.txt")[0] == 0, line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full disk")
+def test_script_without_outputs(monkeypatch, capfd):
+    """Closed streams, as by >&-, are no fault; a full disk is told in one line."""
+    argv = [str(sample_script.SHIPPED), "--steps", "3", "--watch"]
+    with open("/dev/full", "w", encoding="utf-8") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert sample_script.main(argv) == 1
+        patch.setattr(sys, "stdout", None)
+        patch.setattr(sys, "stderr", None)
+        assert sample_script.main(argv) == 0
+    assert "sample.py: cannot print (No space left" in capfd.readouterr().err
+
+
+def test_script_compare_agrees_with_direct_calls(run, trained):
+    code, printed, _ = run("sample.py --compare @/tadm.pt @/posttrained_mdlm.pt @/mdlm.pt --quick "
+                           "--judge @/tadm.pt")
+    assert code == 0
+    quality, by_k, by_t, orders, samplers = tables(printed)
     tadm, post, mdlm = (str(trained / f"{n}.pt") for n in ("tadm", "posttrained_mdlm", "mdlm"))
-    argv = ["--compare", tadm, post, mdlm, "--judge", tadm, "--quick"]
-    assert sample_script.main(argv) == 0
-    quality, by_k, by_t, orders, samplers = tables(capsys.readouterr().out)
     model, _ = train_toy.build(train_toy.load_checkpoint(tadm), "cpu")
     x = load(trained / "tales.txt", 12)[1]
 
@@ -1789,9 +1829,9 @@ def test_script_compare_agrees_with_direct_calls(trained, capsys):
     assert row["predictions"] == str(steps), "steps taken"
 
 
-def test_script_ships_weights_as_good_as_the_readme_says(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)  # no out/tadm.pt here
-    assert sample_script.main(["--num", "1"]) == 0 and "assets" in capsys.readouterr().out
+def test_script_ships_weights_as_good_as_the_readme_says(run):
+    code, printed, _ = run("sample.py --num 1")  # no out/tadm.pt here
+    assert code == 0 and "assets" in printed
     assert sample_script.SHIPPED.stat().st_size < 1e6
     checkpoint = train_toy.load_checkpoint(sample_script.SHIPPED)
     model, _ = train_toy.build(checkpoint, "cpu")
@@ -1820,13 +1860,10 @@ def test_script_entropy_of_samples_and_work_of_a_correction():
 VOCAB = [train_toy.END, "One", " day", " <script>alert('1')</script>", ' &"]]>', "\x0b\ufffe", "\n"]
 
 
-REVEALED = [1, 7, 7, 2], [1, 2, 7, 2], [1, 2, 7, 2]
-
-
 @pytest.mark.parametrize("kind,marks,canvases,colors", [
-    ("TADM", 1, REVEALED, ("1;92 2 31 0", "1;92 1;92 31 0", "0 0 2 0")),
-    ("MDLM", 0, REVEALED, ("1;92 2 31 0", "0 1;92 2 0", "0 0 2 0")),
-    ("UniformLM", 2, ([1, 2, 3, 4], [1, 2, 5, 4], [1, 3, 5, 4]), ("2 2 2 2", "0 0 2 0", "0 2 0 0"))])
+    ("TADM", 1, ("1772", "1272", "1272"), ("1;92 2 31 0", "1;92 1;92 31 0", "0 0 2 0")),
+    ("MDLM", 0, ("1772", "1272", "1272"), ("1;92 2 31 0", "0 1;92 2 0", "0 0 2 0")),
+    ("UniformLM", 2, ("1234", "1254", "1354"), ("2 2 2 2", "0 0 2 0", "0 2 0 0"))])
 def test_script_watch(capsys, kind, marks, canvases, colors):
     """Blocks for masks, green words that the anchor has not seen, red ones masked again. Without
     masks words that a step has changed are dim, as they may be noise."""
@@ -1835,7 +1872,8 @@ def test_script_watch(capsys, kind, marks, canvases, colors):
     watch = sample_script.Watch(model, train_toy.Tokenizer(VOCAB), [7, 7, 2, 2], 9, True)
     watch.terminal, watch.pause = True, 0
     text = dict(enumerate(VOCAB)) | {5: "··", 7: " ███"}
-    for step, (canvas, colors_now) in enumerate(zip(canvases, colors)):
+    for step, (digits, colors_now) in enumerate(zip(canvases, colors)):
+        canvas = list(map(int, digits))
         watch(step, torch.tensor([canvas]), step % 2)
         head, body = capsys.readouterr().out.split("\n")[:2]
         age = f"  anchor age   {step % 2}" if kind != "MDLM" else ""
@@ -1843,14 +1881,6 @@ def test_script_watch(capsys, kind, marks, canvases, colors):
         shown = re.findall(r"\x1b\[0;([\d;]+)m([^\x1b]*)", body)
         assert shown == list(zip(colors_now.split(), map(text.get, canvas)))
     assert len(watch.refreshed) == marks, "anchors that were computed"
-
-
-def test_script_samples_without_masks(trained, capsys):
-    argv = [str(trained / "uniform.pt"), "--prompt", "The cat ___ 3", "--eta", "2", "--num", "1"]
-    assert sample_script.main(argv) == 0
-    printed = capsys.readouterr().out
-    assert re.search(r"^\[1\] The cat.* 3", printed, re.MULTILINE)
-    assert "48 steps, 0 anchor calls" in printed
 
 
 @pytest.mark.parametrize("kind,remask", [("TADM", "rescale"), ("MDLM", "none")])
@@ -1885,69 +1915,11 @@ def test_script_svg(kind, remask):
         assert list(shown(time)) == [(kind, word.strip(" ")) for kind, word in looks]
 
 
-def test_script_writes_a_picture(trained, tmp_path, capsys):
-    path = tmp_path / "new" / "a.svg"
-    argv = [str(trained / "tadm.pt"), "--svg", str(path), "--steps", "1000", "--prompt", "The cat"]
-    assert sample_script.main(argv) == 0
-    root = xml.etree.ElementTree.fromstring(path.read_text(encoding="utf-8"))
-    calls = re.search(r"1000 steps, (\d+) anchor calls", capsys.readouterr().out)[1]
-    assert f"1000 reverse steps, {calls} anchor calls" in "".join(root.itertext())
-
-
-def test_script_defaults_follow_data_model_and_checkpoint(trained):
-    post = {"steps": 1000, "batch_size": 16, "d_model": 16, "model": "posttrained_mdlm"}
-    for line, truth in (("", {"seq_len": 96, "anchors": "stale"}),
-                        ("--preset gpu", {"seq_len": 256}),
-                        ("--data stories", {"seq_len": 62, "steps": 2000}),
-                        ("--data stories --steps 5", {"seq_len": 62, "steps": 5}),
-                        ("--model adlm", {"anchors": "fresh"}),
-                        ("--model adlm --anchors stale", {"anchors": "stale"}),
-                        ("--posttrain mdlm.pt", post), ("--resume tadm.pt", {"steps": 6})):
-        argv = [str(trained / word) if word.endswith(".pt") else word for word in line.split()]
-        args = vars(train_toy.parse(argv)[0])
-        assert {name: args[name] for name in truth} == truth, line
-
-
-def test_script_data_may_move_but_not_change(trained, tmp_path, capsys, monkeypatch):
-    """Whoever reads data for a checkpoint compares its contents, wherever it lies now."""
-    monkeypatch.setattr(train_toy, "report", lambda *_: None)
-    text, path = (trained / "tales.txt").read_text(encoding="utf-8"), tmp_path / "moved.txt"
-    readers = [(sample_script.main, ["--compare", str(trained / "mdlm.pt"), "--quick"]),
-               (train_toy.main, [*post(trained), "--out", str(tmp_path)]),
-               (train_toy.main, ["--resume", str(trained / "mdlm.pt")])]
-    changed = train_toy.END.join(reversed(text.split(train_toy.END)))
-    for main, argv in readers:
-        path.write_text(changed, encoding="utf-8")
-        assert "not what" in wrong(main, [*argv, "--data", path], capsys), argv
-        path.write_text(text, encoding="utf-8")
-        assert main([*argv, "--data", str(path)]) == 0, argv
-
-
-def test_script_overwrites_no_other_run(tmp_path, monkeypatch, capsys):
-    """A run that begins and ends within another one's first step has the name."""
-    argv, begun = ["--data", write_tales(tmp_path), *TINY, "--out", tmp_path, "--seed"], []
-
-    def act(model):
-        begun.append(model)
-        if len(begun) == 1:
-            assert train_toy.main([str(a) for a in [*argv, 9]]) == 0
-
-    at_step(monkeypatch, 1, act)
-    assert train_toy.main([str(a) for a in [*argv, 0]]) == 2 and "exists" in capsys.readouterr().err
-    assert train_toy.load_checkpoint(tmp_path / "tadm.pt")["args"]["seed"] == 9
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full disk")
-def test_script_without_outputs(trained, monkeypatch, capfd):
-    """Closed streams, as by >&-, are no fault; a full disk is told in one line."""
-    argv = [str(trained / "adlm.pt"), "--steps", "3", "--watch"]
-    with open("/dev/full", "w", encoding="utf-8") as full, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", full)
-        assert sample_script.main(argv) == 1
-        patch.setattr(sys, "stdout", None)
-        patch.setattr(sys, "stderr", None)
-        assert sample_script.main(argv) == 0
-    assert "sample.py: cannot print (No space left" in capfd.readouterr().err
+def test_script_writes_a_picture(run):
+    code, printed, _ = run("sample.py @/tadm.pt --svg new/a.svg --steps 1000 --prompt 'The cat'")
+    calls = re.search(r"1000 steps, (\d+) anchor calls", printed)[1]
+    picture = Path("new/a.svg").read_text(encoding="utf-8")
+    assert code == 0 and f"1000 reverse steps, {calls} anchor calls" in picture
 
 
 # ---------------------------------------------------------------- homework and test vectors
