@@ -34,21 +34,22 @@ def parse(argv):
         help=f"default: {trained}, or a small model in assets/")
     add("--num", type=count, default=3, help="texts to write (default 3)")
     steps = parser.add_mutually_exclusive_group().add_argument
-    steps("--steps", type=count, help="default: twice the canvas; without masks 48")
+    steps("--steps", type=count, help="default: 2 L; without masks 48")
     steps("--one-by-one", action="store_true", help="one token per step")
     add("--refresh-every", type=count, default=4, metavar="K", help="anchor once in K steps (4)")
-    add("--spacing", choices=("even", "log"), help="of anchors: even, or denser at first (log)")
+    add("--spacing", choices=("even", "log"), help="of anchors; log: denser at first")
     add("--order", choices=("random", "confidence", "entropy"), default="random",
         help="which words come first: any, or the surest")
-    add("--eta", type=toy.number(float, 0), default=0.1, help="nats that a step accepts (0.1)")
-    add("--temperature", type=toy.number(float, 0), default=1.0, help="0: the likeliest token")
+    positive = toy.number(float, 0)
+    add("--eta", type=positive, default=0.1, help="nats that a step accepts (0.1)")
+    add("--temperature", type=positive, default=1.0, help="0: the likeliest token")
     add("--top-p", type=toy.number(float, 0, 1), default=1.0, help="nucleus (1: off)")
     add("--remask", choices=tadm.REMASK, default="none", help="ReMDM schedule (none)")
     add("--seed", type=toy.number(int, 0, 2**63 - 1), default=0, help="default 0")
     add("--prompt", default="", help="how it begins; ___ or [MASK] hides one token")
-    add("--naive", action="store_true", help="reuse a post-trained model's anchor as it is")
+    add("--naive", action="store_true", help="post-trained: without its fusion")
     add("--watch", action="store_true", help="write one text, and show it step by step")
-    add("--svg", metavar="FILE", help="write one text, and draw it as an animated picture")
+    add("--svg", metavar="FILE", help="write one text, and draw it as a moving picture")
     add("--device", default="auto", help="auto (default) or a name that torch knows")
     add("--compare", nargs="+", metavar="CKPT", help="print tables about checkpoints")
     add("--data", metavar="FILE", help="with --compare: where their text lies now")
@@ -181,7 +182,7 @@ def compare(args, device):
         checkpoint = toy.load_checkpoint(path)
         models[path], tokenizer = toy.build(checkpoint, device)
         if models[path].mask_id is None:
-            toy.fail(f"{path} has no mask: train_toy.py measures it, --compare cannot")
+            toy.fail(f"{path} has no mask: --compare cannot measure it")
         if checkpoint["data_hash"] != first["data_hash"]:
             toy.fail(f"{path} and {args.compare[0]} were not trained on the same canvases")
     judge = models.get(args.judge)
@@ -200,7 +201,7 @@ def compare(args, device):
     L, stories = x.shape[1], data.data == "stories"
     quality = ["stories", "sentences"] * stories + ["perplexity"] * bool(judge) + ["entropy"]
 
-    def rate(z):  # the cells of `quality`, of the samples z (num, L)
+    def rate(z):  # the cells of `quality`, of samples z
         found = [*toy.valid_shares(z, tokenizer).values()] * stories
         if judge:
             found.append(math.exp(toy.evaluate(judge, z, None, 1, noise(3)).mean()))
@@ -227,8 +228,8 @@ def compare(args, device):
     for name, K, spacing in progress(plans((1, "even"), *policies)):
         row, z = toy.measure(models[name], x, 2 * L, K, num, single, spacing=spacing)
         gap = [f"{row['bound'] - toy.story_entropy() / L:.4f}"] * stories
-        table.append([name, str(K), spacing, f"{row['bound']:.4f}", *gap, *rate(z),
-                      f"{row['layers']:.2f}", f"{row['+ fusion']:.2f}", f"{row['tokens/s']:.0f}"])
+        bound, *work = (f"{value:{toy.FORMATS[key]}}" for key, value in row.items())
+        table.append([name, str(K), spacing, bound, *gap, *rate(z), *work])
     toy.show(f"Quality and cost against the refresh interval K, T = {2 * L}", table)
 
     intervals = (1, 2, 4, 8, 16)
@@ -259,9 +260,9 @@ def compare(args, device):
                                 spacing=spacing)
             table.append([name, str(T), remask, str(K), spacing, *rate(z)])
     toy.show("The samplers of the paper: nucleus 0.9, cap for T < L, loop for T >= L", table)
-    print(f"\nbound: nats/token, {len(x)} canvases, +- standard error; gap: to the true entropy;\n"
-          "perplexity: by the judge; entropy: of the words inside a sample; layers: calls per\n"
-          f"step over {single}, then with the fusion's work.")
+    print(f"\nbound: nats/token, {len(x)} canvases, +- standard error; gap: to the true\n"
+          "entropy; perplexity: by the judge; entropy: of the words inside a sample;\n"
+          f"layers: calls per step over {single}, then with the fusion's work.")
 
 
 def run(argv):
@@ -272,7 +273,7 @@ def run(argv):
 
     # Load.
     if args.checkpoint == SHIPPED:
-        print("no out/tadm.pt yet: this is a small model of the built-in stories, assets/tadm.pt\n")
+        print("no out/tadm.pt yet: assets/tadm.pt, a small model of the built-in stories\n")
     model, tokenizer = toy.build(toy.load_checkpoint(args.checkpoint), device)
     if args.naive and not isinstance(model, tadm.PostTrained):
         toy.fail("--naive needs a post-trained model")
@@ -300,8 +301,7 @@ def run(argv):
     watch = Watch(model, tokenizer, canvas, steps, args.watch)
     num = 1 if args.watch or args.svg else args.num
     options = {"eta": args.eta}
-    if masked:
-        # Where steps are few and not known before, every K-th is the better plan.
+    if masked:  # where steps are few and not known before, every K-th is the better plan
         args.spacing = args.spacing or ("even" if args.order == "entropy" else "log")
         options = {name: vars(args)[name] for name in MASKED_ONLY} | {"budget": args.eta}
     g = torch.Generator(device).manual_seed(args.seed)
