@@ -34,7 +34,7 @@ def parse(argv):
         help=f"default: {trained}, or a small model in assets/")
     add("--num", type=count, default=3, help="texts to write (default 3)")
     steps = parser.add_mutually_exclusive_group().add_argument
-    steps("--steps", type=count, help="default: 2 L; without masks 48")
+    steps("--steps", type=count, help="default: twice the canvas, or 48")
     steps("--one-by-one", action="store_true", help="one token per step")
     add("--refresh-every", type=count, default=4, metavar="K", help="anchor once in K steps (4)")
     add("--spacing", choices=("even", "log"), help="of anchors; log: denser at first")
