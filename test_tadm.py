@@ -41,7 +41,7 @@ import torch
 
 import sample as sample_script
 import tadm as reference
-import train_toy
+import train_toy as toy
 
 # ------------------------------------------------------------------------------ the grader
 # A test's name begins with its group. Tests of scripts, stories and text always use our tadm.py.
@@ -226,7 +226,7 @@ def refuses(call, *cases):
             pytest.fail(f"the docstring promises a ValueError for {what}")
 
 
-class Toy:
+class Spy:
     """A model that keeps what it is asked. logits: a function of z and cache."""
 
     def __init__(self, vocab_size, logits=None):
@@ -257,7 +257,7 @@ def posterior(data, vocab_size, stale=False):
         counts = torch.einsum("bn,nlv->blv", fits, one_hot)
         return (counts / counts.sum(dim=2, keepdim=True)).log().clamp_min(-1e4)  # finite
 
-    return Toy(vocab_size, logits)
+    return Spy(vocab_size, logits)
 
 
 LANGUAGE = [[0, 1, 2, 0], [0, 1, 0, 1], [2, 2, 2, 0], [1, 0, 2, 2], [1, 0, 0, 1]]  # V = 3, L = 4
@@ -581,7 +581,7 @@ def test_loss_is_recomputed_from_the_canvases(gamma):
     t, t_stale = torch.linspace(0.1, 0.9, 6), torch.linspace(0.3, 1.0, 6)
     table, anchor = torch.randn(2, V + 1, V, generator=g).bfloat16()
 
-    model = Toy(V, lambda z, cache: table[cache.roll(1, dims=1)])
+    model = Spy(V, lambda z, cache: table[cache.roll(1, dims=1)])
     model.anchor_logits = lambda cache: anchor[cache.roll(1, dims=1)]
     repeats(lambda g: tadm.t_anelbo(model, x, t, t_stale, gamma, generator=g))
     loss = tadm.t_anelbo(model, x, t, t_stale, gamma, generator=g)
@@ -613,7 +613,7 @@ def test_loss_without_masks_and_with_nan():
     truth = model.predict(z, cache)[z == 11].log_softmax(-1)
     assert torch.allclose(tadm.log_probs(model, z, cache), truth, atol=1e-5), (
         "SUBS: log softmax of the masked logits, row by row")
-    broken = Toy(3, lambda z, cache: torch.where(z == 3, 0.0, math.nan)[..., None].expand(2, 6, 3))
+    broken = Spy(3, lambda z, cache: torch.where(z == 3, 0.0, math.nan)[..., None].expand(2, 6, 3))
     assert tadm.t_anelbo(broken, x, half, half, generator=rng()).isfinite(), (
         "a NaN at a visible place reaches the loss: select the masked, don't multiply")
 
@@ -822,7 +822,7 @@ def recorded(model, batch_size, seq_len, steps, refresh_every=1, **options):
     ("loop", {"eta": 0.1, "t_on": 0.7, "t_off": 0.2, "alpha_on": 0.8}, "random")])
 def test_sampler_steps_as_remask_says(remask, options, order):
     T = 12
-    _, _, rows = recorded(Toy(3), 300, 200, T, 2, remask=remask, order=order, **options)
+    _, _, rows = recorded(Spy(3), 300, 200, T, 2, remask=remask, order=order, **options)
     for j, (before, after, _) in enumerate(rows):
         t, s = (T - j) / T, (T - j - 1) / T
         _, alpha_s, sigma = reference.remask_schedule(remask, t, s, **options)
@@ -837,7 +837,7 @@ def test_sampler_conf_remasks_the_doubtful():
     """Step 2 of 3 has sigma_max = 1, shared out by a softmax of minus the probabilities."""
     logits = torch.zeros(4, 2)
     logits[:2, 1] = -1e9  # sure (p = 1) left, a guess (p = 1/2) right
-    model = Toy(2, lambda z, cache: logits.expand(*z.shape, 2))
+    model = Spy(2, lambda z, cache: logits.expand(*z.shape, 2))
     _, _, rows = recorded(model, 10_000, 4, 3, remask="conf")
     before, after, _ = rows[1]
     weight = (before != 2) * torch.tensor([-1.0, -1.0, -0.5, -0.5]).exp()
@@ -854,7 +854,7 @@ def test_cache_is_made_when_it_is_due(steps, K, options):
     """Algorithm 1 step by step, with the likeliest tokens of a table: from the token on the left,
     now and in the cache. A step that reveals nothing needs no prediction."""
     table = torch.randn(5, 5, 4, generator=rng())
-    model = Toy(4, lambda z, cache: table[z.roll(1, dims=1), cache.roll(1, dims=1)])
+    model = Spy(4, lambda z, cache: table[z.roll(1, dims=1), cache.roll(1, dims=1)])
     model.depths = (5, 2)
     _, stats, rows = recorded(model, 3, 6, steps, K, temperature=0, **options)
     skips = tadm is reference or stats["denoiser_calls"] < steps  # not to skip is right, but slow
@@ -903,7 +903,7 @@ def test_sampler_holds_the_prompt_fixed(prompt, holes):
     hidden = told == 5
     for steps, remask in ((None, "none"), *itertools.product((1, 2, 50), reference.REMASK)):
         given = told if holes == 8 else told[0]  # a prompt for each row, or one for all
-        z, stats, rows = recorded(Toy(5), 20, 8, steps, 2, prompt=given, remask=remask)
+        z, stats, rows = recorded(Spy(5), 20, 8, steps, 2, prompt=given, remask=remask)
         for canvas in [*(after for _, after, _ in rows), z]:
             assert torch.equal(canvas[~hidden], told[~hidden]), (
                 f"Algorithm 1, remask = {remask}: the prompt was changed; it is held fixed")
@@ -916,7 +916,7 @@ def test_sampler_refuses_bad_values():
     right = {"batch_size": 1, "seq_len": 4, "steps": 2, "refresh_every": 1}
     prompts = [torch.zeros(3).long(), torch.tensor([0, 1, 2, 9]), torch.tensor([3, 1, -1, 2]),
                torch.ones(4)]
-    refuses(lambda **bad: tadm.sample(Toy(3), **right | bad), *({name: 0} for name in right),
+    refuses(lambda **bad: tadm.sample(Spy(3), **right | bad), *({name: 0} for name in right),
             {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf},
             {"top_p": 1.5}, {"top_p": -0.5}, {"remask": "never"},
             {"steps": None, "remask": "cap"}, *({"prompt": prompt} for prompt in prompts),
@@ -931,7 +931,7 @@ def test_sampler_defaults_and_statistics():
     _, stats = tadm.sample(random_model("MDLM"), 2, 6, 8, generator=rng())
     assert stats["anchor_calls"] == 0, "MDLM has no anchor to call"
     assert stats["layer_calls"] == 3 * stats["denoiser_calls"], "Eq. 11 on the calls made"
-    model = Toy(9)
+    model = Spy(9)
     _, stats = tadm.sample(model, 50, 6, 4, generator=rng())
     assert not any(model.graded), "sampling records no gradients"
     assert stats["anchor_calls"] == 4, "refresh_every is 1 unless given"
@@ -1033,9 +1033,9 @@ def test_rollout_makes_k_steps():
     k + 1, T)."""
     n, T = 6000, 10
     x, age = torch.randint(0, 3, (n, 100), generator=rng()), torch.arange(n) % 3
-    repeats(lambda g: tadm.rollout(Toy(3), x[:9], age[:9], T, g)[0])
-    refuses(lambda steps: tadm.rollout(Toy(3), x, age, steps), {"steps": 2})
-    model = Toy(3)
+    repeats(lambda g: tadm.rollout(Spy(3), x[:9], age[:9], T, g)[0])
+    refuses(lambda steps: tadm.rollout(Spy(3), x, age, steps), {"steps": 2})
+    model = Spy(3)
     z, cache, t = tadm.rollout(model, x, age, T, rng(1))
     assert not any(model.graded), "Eq. 13: no gradients through the rollout"
     assert len(model.refreshed) == 1 and len(model.predicted) == 2, "one anchor, max(k) steps"
@@ -1068,8 +1068,8 @@ def test_distill_is_recomputed_from_its_states():
     g, V = rng(3), 5
     x = torch.randint(0, V, (600, 1000), generator=g)
     q, p = (torch.randn(V + 1, V, generator=g).requires_grad_() for _ in range(2))
-    student = Toy(V, lambda z, cache: q[cache.roll(1, dims=1)])
-    teacher = Toy(V, lambda z, cache: p[z.roll(1, dims=1)])
+    student = Spy(V, lambda z, cache: q[cache.roll(1, dims=1)])
+    teacher = Spy(V, lambda z, cache: p[z.roll(1, dims=1)])
     plain, one, loss = (tadm.posttrain_loss(student, teacher, x, 6, generator=rng(3), **options)
                         for options in ({}, {"kd_weight": 1.0}, {"kd_weight": 0.7}))
     assert plain == one, "Eq. 14: lambda is 1 unless given"
@@ -1128,21 +1128,21 @@ def test_order_against_all_prefixes():
     ("entropy", 1.2, 12, 1, 2), ("entropy", math.inf, 12, 4, 1), ("entropy", 0.0, 3, 1, 3)])
 def test_sampler_by_certainty_leaves_no_mask(order, budget, steps, K, needed):
     """Of four tokens each has ln 3 = 1.1 nats."""
-    model = Toy(3)
+    model = Spy(3)
     z, stats, _ = recorded(model, 50, 4, steps, K, order=order, budget=budget)
     assert (z < 3).all(), "no mask is left"
     assert stats["steps"] == needed, f"{order}, budget {budget}, T = {steps}: {needed} steps"
     assert len(model.predicted) == stats["denoiser_calls"], "one prediction a step"
 
 
-def unmasked_toy(table, stale=False):
+def unmasked_spy(table, stale=False):
     """A uniform-state model: logits from the token, or (stale) from that of the cache."""
 
     def logits(canvas, cache):
         seen = cache if stale else canvas
         return table[seen[0] if isinstance(seen, tuple) else seen]
 
-    model = Toy(len(table), logits)
+    model = Spy(len(table), logits)
     model.mask_id, model.depths = None, (2, 1)
     model.config = argparse.Namespace(vocab_size=len(table))
     model.parameters = lambda: iter([table])
@@ -1207,12 +1207,12 @@ def test_uniform_objectives_of_a_fixed_prediction():
     table = torch.tensor([1.0, 0.5, -1.0]).repeat(3, 1)
     x, x_theta = torch.zeros(3000, 24).long(), np.exp(table[0].double().log_softmax(0).numpy())
     truth = uniform_truth(3, x_theta)
-    model = unmasked_toy(table)
+    model = unmasked_spy(table)
     for K in (1, 4):
         nats = tadm.uniform_bound(model, x, 8, K, rng()).mean()
         close(nats, truth, 0.02, f"Eq. 37, K = {K}")
     repeats(lambda g: tadm.uniform_bound(model, x[:9], 8, 2, g))
-    model = unmasked_toy(table)
+    model = unmasked_spy(table)
     ce = tadm.uniform_loss(model, x, rng())
     close(ce, -math.log(x_theta[0]), 1e-5, "cross-entropy at all positions")
     assert model.graded == [False, True], "the first prediction has no gradient"
@@ -1220,14 +1220,14 @@ def test_uniform_objectives_of_a_fixed_prediction():
     assert torch.equal(first, z[:1500]), "the first prediction is of the same z"
     assert torch.allclose(p[:1500], table.softmax(-1)[first]) and not p[1500:].any(), (
         "self-conditioning: the first prediction, in half of the rows")
-    varied = unmasked_toy(torch.randn(3, 3, generator=rng()))
+    varied = unmasked_spy(torch.randn(3, 3, generator=rng()))
     repeats(lambda g: tadm.uniform_loss(varied, x[:9], g))
 
 
 def test_uniform_anchor_is_stale_and_its_teacher_fresh():
     """The share of noise in a long canvas tells its time."""
     q, p = torch.randn(2, 50, 50, generator=rng())
-    student, teacher = unmasked_toy(q, stale=True), unmasked_toy(p)
+    student, teacher = unmasked_spy(q, stale=True), unmasked_spy(p)
     x, T, K = torch.zeros(200, 1000).long(), 10, 4
     kl = tadm.uniform_bound(student, x, T, K, rng(2), draws=1, teacher=teacher)
     z, z_stale = student.predicted[0]
@@ -1270,7 +1270,7 @@ def test_uniform_step_is_algorithm_2():
 def test_uniform_texts_come_from_algorithms_1_and_2(T, K):
     table, callbacks = 3 * torch.randn(6, 6, generator=rng()), []
     prompt = torch.tensor([5, 6, 6, 2, 6, 6, 6, 6])  # V where text is wanted
-    hidden, model = prompt == 6, unmasked_toy(table)
+    hidden, model = prompt == 6, unmasked_spy(table)
     z, stats = tadm.sample_uniform(model, 30, 8, T, K, prompt, 0.5, rng(1),
                                    lambda *step: callbacks.append(step))
     n = -(-T // K)
@@ -1311,7 +1311,7 @@ def test_uniform_network_reads_tokens_and_its_last_prediction():
 
 def test_rollout_without_masks():
     row, T = torch.randn(40, generator=rng()), 10
-    model = unmasked_toy(row.repeat(40, 1))
+    model = unmasked_spy(row.repeat(40, 1))
     x, age = torch.zeros(300, 400).long(), torch.arange(300) % 3
     (z, p), cache, t = tadm.rollout(model, x, age, T, rng())
     start, none = model.refreshed[0]
@@ -1330,7 +1330,7 @@ def test_rollout_without_masks():
 
 def test_distill_without_masks():
     q, p = torch.randn(2, 5, 5, generator=rng())
-    student, teacher = unmasked_toy(q, stale=True), unmasked_toy(p)
+    student, teacher = unmasked_spy(q, stale=True), unmasked_spy(p)
     x = torch.randint(0, 5, (6, 50), generator=rng())
     loss = tadm.posttrain_loss(student, teacher, x, 6, kd_weight=0.7, generator=rng(1))
     assert len(student.refreshed) == 1, "Eq. 13: one anchor, the first"
@@ -1349,7 +1349,7 @@ def ways(template):
     draw = re.search(r"\[((?:[^][]|\[[^][]*\])*)\]|\{(\w+)\}", template)
     if not draw:
         return [(template, 1.0)]
-    choices = train_toy.SLOTS[draw[2]] if draw[2] else ["", draw[1]]
+    choices = toy.SLOTS[draw[2]] if draw[2] else ["", draw[1]]
     before, after = template[: draw.start()], template[draw.end() :]
     return [(text, p / len(choices)) for choice in choices
             for text, p in ways(before + choice + after)]
@@ -1359,25 +1359,25 @@ def test_stories_come_as_often_as_the_tables_say():
     """All texts of the sentences differ, and end with their only full stop, so that a story falls
     into its draws in one way: their entropies add up."""
     g, n = random.Random(1), 5000
-    texts = [train_toy.write_story(g) for _ in range(n)]
+    texts = [toy.write_story(g) for _ in range(n)]
     told, nats, words = collections.Counter(), 0.0, []
     for text in texts:
-        told.update(re.findall(r"[^.]+\.", train_toy.in_capitals(text)))
-    for text, p in itertools.chain(*map(ways, train_toy.STORY)):
+        told.update(re.findall(r"[^.]+\.", toy.in_capitals(text)))
+    for text, p in itertools.chain(*map(ways, toy.STORY)):
         nats -= p * math.log(p)
         if text:
             share = told.pop(text) / n
             close(share, p, 5 * math.sqrt(p / n), f"share of stories with {text!r}, once")
     assert not told, "nothing but these sentences"
-    for kinds, facts in train_toy.FACTS.items():
+    for kinds, facts in toy.FACTS.items():
         nats += math.log(math.perm(len(facts), len(kinds.split())))
         words += facts
         first = [re.search(rf"\b({'|'.join(facts)})\b", text)[0] for text in texts]
         for word in facts:
             close(first.count(word) / n, 1 / len(facts), 0.025, f"share of stories about {word}")
-    close(train_toy.story_entropy(), nats, 1e-9, "entropy in nats per story")
+    close(toy.story_entropy(), nats, 1e-9, "entropy in nats per story")
     assert len(set(words)) == len(words), "a fact stands in one list"
-    assert texts[0] == train_toy.write_story(random.Random(1)), "the same seed, the same story"
+    assert texts[0] == toy.write_story(random.Random(1)), "the same seed, the same story"
 
 
 TALE = ("One day, Tom and Mia went to the park. Mia had a big red ball. The ball was nice. At the "
@@ -1396,16 +1396,16 @@ TALE = ("One day, Tom and Mia went to the park. Mia had a big red ball. The ball
     ("park. Mia had", "park. The ball was nice. Mia had", None),
 ])
 def test_stories_each_fault_costs_its_sentence(old, new, bad):
-    whole, valid, n = train_toy.check_story(TALE.replace(old, new, 1))
+    whole, valid, n = toy.check_story(TALE.replace(old, new, 1))
     assert n - valid == (bad or 0), "a valid sentence agrees with the facts first told"
     assert whole == (bad == 0), "None: all sentences valid, but no story"
 
 
 def test_stories_shares_in_canvases():
-    tokenizer = train_toy.Tokenizer.train([TALE], 200, 1000)
+    tokenizer = toy.Tokenizer.train([TALE], 200, 1000)
     ids = tokenizer.encode(TALE)
     rows = [ids + [0] * 9, ids + [0, 0, ids[3], 0, 0, 0, 0, 0, 0], [0] * (len(ids) + 9)]
-    shares = train_toy.valid_shares(torch.tensor(rows), tokenizer)
+    shares = toy.valid_shares(torch.tensor(rows), tokenizer)
     assert shares == {"stories": 1 / 3, "sentences": 14 / 15}, (
         "words after the end are not valid, nor is an empty canvas")
 
@@ -1419,7 +1419,7 @@ def test_script_muon_against_numpy(shape):
     u, s, v = np.linalg.svd(np.random.default_rng(0).normal(size=shape), full_matrices=False)
     s = np.linspace(9, 9 / 5, len(s))
     p = torch.zeros(shape).requires_grad_()
-    optimizer = train_toy.Muon([p], {"lr": 0.01})
+    optimizer = toy.Muon([p], {"lr": 0.01})
     size, mean = 0.01 * 7 * max(1, shape[0] / shape[1]) ** 0.5, 0.0
     for factor in (1.0, -0.5, -3.0):
         mean = 0.95 * mean + 0.05 * factor
@@ -1434,14 +1434,14 @@ def test_script_muon_against_numpy(shape):
 
 def test_script_muon_trains_matrices_of_layers_and_fusion_only():
     model = untrained("TADM")
-    muon, adamw = train_toy.make_optimizers(model)
+    muon, adamw = toy.make_optimizers(model)
     names = {id(p): name for name, p in model.named_parameters()}
     ours, others = ([names[id(p)] for p in o.param_groups[0]["params"]] for o in (muon, adamw))
     assert sorted(ours + others) == sorted(names.values()), "each weight once"
     assert set(ours) == {name for name in names.values() if re.fullmatch(
         r"(anchor\.\d|denoiser\.\d|fusion)\.(qkv|out|up|down|gate)\.weight", name)}
     post = reference.PostTrained(untrained("MDLM", n_anchor=3), 1, 1, 4)
-    new = [p for o in train_toy.make_optimizers(post) for p in o.param_groups[0]["params"]]
+    new = [p for o in toy.make_optimizers(post) for p in o.param_groups[0]["params"]]
     assert new and all(p.requires_grad for p in new), "the frozen base is left alone"
 
 
@@ -1455,7 +1455,7 @@ TINY = ("--data @/tales.txt --steps 6 --d-model 16 --n-heads 2 --n-anchor 2 --n-
 POST = "--posttrain @/mdlm.pt --steps 6"
 
 
-def write_tales(folder, n=60, between=train_toy.END):
+def write_tales(folder, n=60, between=toy.END):
     """A text file of n different short stories. Returns its path."""
     g, path = random.Random(7), folder / "tales.txt"
     nouns = ["cat", "dog", "bird", "fish", "frog", "cow", "duck", "hen"]
@@ -1465,23 +1465,23 @@ def write_tales(folder, n=60, between=train_toy.END):
 
 
 def load(path, seq_len):
-    args, _ = train_toy.parse(["--data", str(path), "--seq-len", str(seq_len)])
-    return train_toy.load_data(args)[:3]
+    args, _ = toy.parse(["--data", str(path), "--seq-len", str(seq_len)])
+    return toy.load_data(args)[:3]
 
 
 @pytest.mark.parametrize("vocab_size", [60, 500])
 def test_text_tokenizer_gives_back_the_text(vocab_size):
-    tokenizer = train_toy.Tokenizer.train([TALE, ODD], vocab_size, 1000)
+    tokenizer = toy.Tokenizer.train([TALE, ODD], vocab_size, 1000)
     for tale in (TALE, ODD):
         ids = tokenizer.encode(tale)
         assert tokenizer.decode([*ids, 0, 5, 0]) == tale, "the text, up to the end token"
     assert len(set(tokenizer.vocab)) == len(tokenizer.vocab) <= vocab_size
-    small = train_toy.Tokenizer.train(["aa bb aa cc aa"], 6, 100)
-    assert small.vocab == [train_toy.END, " ", "a", "b", "c", " aa"], "end, characters, words"
+    small = toy.Tokenizer.train(["aa bb aa cc aa"], 6, 100)
+    assert small.vocab == [toy.END, " ", "a", "b", "c", " aa"], "end, characters, words"
     assert small.encode("aa aa bb") == [2, 2, 5, 1, 3, 3], "a word brings its own space"
 
 
-@pytest.mark.parametrize("between", [f"\n{train_toy.END}\n", "\n \n\n"])
+@pytest.mark.parametrize("between", [f"\n{toy.END}\n", "\n \n\n"])
 def test_text_is_divided_by_story_and_cut_from_the_beginning(tmp_path, between):
     path = write_tales(tmp_path, between=between)
     text = path.read_text(encoding="utf-8")
@@ -1503,15 +1503,15 @@ def test_text_download(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: set_timeout(seconds / 20))
     slow = f"http://127.0.0.1:{silent.getsockname()[1]}/"
     digest = hashlib.sha256(b"once upon a time").hexdigest()
-    monkeypatch.setitem(train_toy.TINYSTORIES, "hash_prefix", digest)
+    monkeypatch.setitem(toy.TINYSTORIES, "hash_prefix", digest)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def fetch(url):
-        monkeypatch.setitem(train_toy.TINYSTORIES, "url", url)
-        return train_toy.download()
+        monkeypatch.setitem(toy.TINYSTORIES, "url", url)
+        return toy.download()
 
     for url in ((tmp_path / "bad").as_uri(), slow, "http://127.0.0.1:9/", "http://a:b/"):
-        with pytest.raises(train_toy.UserError, match="could not be downloaded"):
+        with pytest.raises(toy.UserError, match="could not be downloaded"):
             fetch(url)
         assert not [*(tmp_path / "tadm-toy").iterdir()], "nothing half-done may stay behind"
     silent.close()
@@ -1521,7 +1521,7 @@ def test_text_download(tmp_path, monkeypatch):
     assert fetch("http://127.0.0.1:9/good") == path, "downloaded once"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", os.devnull)
-    with pytest.raises(train_toy.UserError, match="Not a dir"):  # not below the working one
+    with pytest.raises(toy.UserError, match="Not a dir"):  # not below the working one
         fetch((tmp_path / "good").as_uri())
 
 
@@ -1541,7 +1541,7 @@ def trained(tmp_path_factory):
     for line in ("TINY", "TINY --model adlm --gamma 0.1 --dtype bfloat16", "TINY --model mdlm",
                  "TINY --model uniform", POST, POST.replace("mdlm", "uniform")):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            assert train_toy.main(words(f"{line} --out @", out)) == 0
+            assert toy.main(words(f"{line} --out @", out)) == 0
         name = re.search(r"^(\w+): .* weights to train", printed.getvalue(), re.MULTILINE)[1]
         (out / f"{name}.txt").write_text(printed.getvalue(), encoding="utf-8")
     return out
@@ -1556,7 +1556,7 @@ def run(trained, tmp_path, monkeypatch, capsys):
     def run(line):
         script, *argv = words(line, trained)
         capsys.readouterr()
-        code = {"train_toy.py": train_toy, "sample.py": sample_script}[script].main(argv)
+        code = {"train_toy.py": toy, "sample.py": sample_script}[script].main(argv)
         printed, errors = capsys.readouterr()
         bars = r"%\||it/s|\x1b|^\s*$"
         return code, printed, [row for row in errors.splitlines() if not re.search(bars, row)]
@@ -1566,14 +1566,14 @@ def run(trained, tmp_path, monkeypatch, capsys):
 
 def at_step(monkeypatch, number, act):
     """Call act(model) when a training comes to this step."""
-    loss = train_toy.training_loss
+    loss = toy.training_loss
 
     def patched(model, x, args, step, g):
         if step == number:
             act(model)
         return loss(model, x, args, step, g)
 
-    monkeypatch.setattr(train_toy, "training_loss", patched)
+    monkeypatch.setattr(toy, "training_loss", patched)
 
 
 def tables(printed):
@@ -1588,7 +1588,7 @@ def test_script_trains_and_samples_from_end_to_end(run, trained):
     printed = (trained / "tadm.txt").read_text(encoding="utf-8")
     table = [[float(cell) for cell in row[1:5]] for row in tables(printed)[0][1:]]
     assert [row[0] for row in table] == [1, 2, 4, 8], "the closing table: K = 1, 2, 4, 8"
-    share = train_toy.fusion_share(untrained("TADM", seq_len=12, d_model=16))
+    share = toy.fusion_share(untrained("TADM", seq_len=12, d_model=16))
     for K, _, calls, with_fusion in table:
         close(calls, 1 / 2 + 1 / K, 0.15, "layer calls per step, Eq. 11")
         close(with_fusion - calls, share / 2, 0.1, "with the fusion")
@@ -1607,8 +1607,8 @@ def test_script_trains_and_samples_from_end_to_end(run, trained):
     code, printed, _ = run("sample.py @/uniform.pt --prompt 'The cat ___ 3' --eta 2 --num 1")
     assert re.search(r"^\[1\] The cat.* 3", printed, re.MULTILINE), "without masks, too"
     assert code == 0 and "48 steps, 0 anchor calls" in printed
-    saved, name = train_toy.load_checkpoint(trained / "tadm.pt"), "denoiser.0.up.weight"
-    sampled = train_toy.build(saved, "cpu")[0].state_dict()[name]
+    saved, name = toy.load_checkpoint(trained / "tadm.pt"), "denoiser.0.up.weight"
+    sampled = toy.build(saved, "cpu")[0].state_dict()[name]
     assert sampled.equal(saved["ema"][name]) and not sampled.equal(saved["weights"][name])
 
 
@@ -1623,7 +1623,7 @@ def test_script_posttrain_from_end_to_end(run, trained, base):
     assert table["teacher", 1][1:] == (0, 1), "the teacher: KL 0, all layers at every step"
     assert table["naive", 8][2] < table["fused", 8][2] < 1, "layer calls"
     paths = [trained / f"{name}.pt" for name in (base, f"posttrained_{base}")]
-    before, after = (train_toy.load_checkpoint(path)["ema"] for path in paths)
+    before, after = (toy.load_checkpoint(path)["ema"] for path in paths)
     for weight, value in before.items():
         assert value.equal(after[f"base.{weight}"]), f"{weight} of the base must stay frozen"
     n_new = sum(v.numel() for k, v in after.items() if k.startswith("fusion."))
@@ -1632,13 +1632,13 @@ def test_script_posttrain_from_end_to_end(run, trained, base):
 
 
 def test_script_learns_the_built_in_stories_without_a_network(run, monkeypatch):
-    monkeypatch.setattr(train_toy, "N_STORIES", 200)
-    monkeypatch.setitem(train_toy.TINYSTORIES, "url", "http://127.0.0.1:9/x")
+    monkeypatch.setattr(toy, "N_STORIES", 200)
+    monkeypatch.setitem(toy.TINYSTORIES, "url", "http://127.0.0.1:9/x")
     monkeypatch.setenv("XDG_CACHE_HOME", os.getcwd())
     code, printed, (error,) = run("train_toy.py TINY --data tinystories --model mdlm --lr 0.01 "
                                   "--seq-len 62 --steps 60")
     assert code == 0 and "could not be downloaded" in error and "built-in stories" in error
-    assert f"{train_toy.story_entropy() / 62:.4f} nats/token" in printed
+    assert f"{toy.story_entropy() / 62:.4f} nats/token" in printed
     assert tables(printed)[0][0][-2:] == ["stories", "sentences"]
     nats = re.search(r"fresh anchors: ([\d.]+)", printed)[1]
     assert float(nats) < 3.6, "an untrained model has ln V = 4.7 nats/token"
@@ -1657,7 +1657,7 @@ def test_script_resume_equals_an_uninterrupted_run(run, trained, monkeypatch, mo
     before = "stopped at step 3, all saved; to go on: python "
     assert run(printed.partition(before)[2].splitlines()[0])[0] == 0
     paths = trained / f"{model}.pt", Path("a $b") / f"{model}.pt"
-    whole, parts = map(train_toy.load_checkpoint, paths)
+    whole, parts = map(toy.load_checkpoint, paths)
     assert parts["step"] == whole["step"] == 6
     for kind in ("weights", "ema"):
         for name, value in whole[kind].items():
@@ -1671,7 +1671,7 @@ def test_script_stops_where_nothing_is_finite(run, monkeypatch):
     at_step(monkeypatch, 4, lambda model: model.position.data.fill_(math.nan))
     code, _, (error,) = run("train_toy.py TINY")
     assert code == 2 and "at step 4" in error and "tadm.pt holds step 3" in error
-    assert train_toy.load_checkpoint("out/tadm.pt")["step"] == 3
+    assert toy.load_checkpoint("out/tadm.pt")["step"] == 3
 
 
 def test_script_overwrites_no_other_run(run, monkeypatch):
@@ -1685,7 +1685,7 @@ def test_script_overwrites_no_other_run(run, monkeypatch):
     at_step(monkeypatch, 1, act)
     code, _, errors = run(f"{line} 0")
     assert code == 2 and "exists" in errors[-1]
-    assert train_toy.load_checkpoint("out/tadm.pt")["args"]["seed"] == 9
+    assert toy.load_checkpoint("out/tadm.pt")["args"]["seed"] == 9
 
 
 # Lines that must end with exit code 2 and one line, which contains the second string.
@@ -1735,7 +1735,7 @@ def test_script_bad_input(run, trained, line):
     for name, content in (("empty", b""), ("binary", b"\x89PNG\xff\x00"), ("short", b"one word"),
                           ("cut.pt", (trained / "tadm.pt").read_bytes()[:9999])):
         Path(name).write_bytes(content)
-    good = train_toy.load_checkpoint(trained / "tadm.pt")
+    good = toy.load_checkpoint(trained / "tadm.pt")
     for name, change in (("unfit", {"optimizers": [{}, {}]}), ("damaged", {"ema": {}}),
                          ("moved", {"data_hash": "another"}), ("other", {"format": 1})):
         torch.save(good | change, f"{name}.pt")
@@ -1754,15 +1754,15 @@ def test_script_defaults_follow_data_model_and_checkpoint(trained):
                         ("--model adlm --anchors stale", {"anchors": "stale"}),
                         ("--posttrain mdlm.pt", post), ("--resume tadm.pt", {"steps": 6})):
         argv = [str(trained / word) if word.endswith(".pt") else word for word in line.split()]
-        args = vars(train_toy.parse(argv)[0])
+        args = vars(toy.parse(argv)[0])
         assert {name: args[name] for name in truth} == truth, line
 
 
 def test_script_data_may_move_but_not_change(run, trained, monkeypatch):
     """Whoever reads data for a checkpoint compares its contents, wherever it lies now."""
-    monkeypatch.setattr(train_toy, "report", lambda *_: None)
+    monkeypatch.setattr(toy, "report", lambda *_: None)
     text = (trained / "tales.txt").read_text(encoding="utf-8")
-    changed = train_toy.END.join(reversed(text.split(train_toy.END)))
+    changed = toy.END.join(reversed(text.split(toy.END)))
     for line in ("sample.py --compare @/mdlm.pt --quick", "train_toy.py --resume @/mdlm.pt",
                  f"train_toy.py {POST} --out new"):
         Path("moved.txt").write_text(changed, encoding="utf-8")
@@ -1791,7 +1791,7 @@ def test_script_compare_agrees_with_direct_calls(run, trained):
     assert code == 0
     quality, by_k, by_t, orders, samplers = tables(printed)
     tadm, post, mdlm = (str(trained / f"{n}.pt") for n in ("tadm", "posttrained_mdlm", "mdlm"))
-    model, _ = train_toy.build(train_toy.load_checkpoint(tadm), "cpu")
+    model, _ = toy.build(toy.load_checkpoint(tadm), "cpu")
     x = load(trained / "tales.txt", 12)[1]
 
     def row_of(table, *begin):
@@ -1799,7 +1799,7 @@ def test_script_compare_agrees_with_direct_calls(run, trained):
         return dict(zip(table[0], row))
 
     def noise(i):
-        return train_toy.step_generator(0, i, "cpu")
+        return toy.step_generator(0, i, "cpu")
 
     for spacing in ("even", "log"):
         row = row_of(quality, tadm, "4", spacing)
@@ -1829,11 +1829,11 @@ def test_script_ships_weights_as_good_as_the_readme_says(run):
     code, printed, _ = run("sample.py --num 1")  # no out/tadm.pt here
     assert code == 0 and "assets" in printed
     assert sample_script.SHIPPED.stat().st_size < 1e6
-    checkpoint = train_toy.load_checkpoint(sample_script.SHIPPED)
-    model, _ = train_toy.build(checkpoint, "cpu")
+    checkpoint = toy.load_checkpoint(sample_script.SHIPPED)
+    model, _ = toy.build(checkpoint, "cpu")
     readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
     nats, error = re.search(r"bound on 512 .*?: ([\d.]+) \+- ([\d.]+) nats/token", readme).groups()
-    x = train_toy.load_data(argparse.Namespace(**checkpoint["args"]), checkpoint)[1][:128]
+    x = toy.load_data(argparse.Namespace(**checkpoint["args"]), checkpoint)[1][:128]
     got = reference.bound(model, x, None, generator=rng(), draws=8).mean()
     close(got, float(nats), 4 * float(error), "the README's bound, on a quarter of its canvases")
 
@@ -1850,10 +1850,10 @@ def test_script_entropy_of_samples_and_work_of_a_correction():
     for model, work in ((untrained("TADM", n_anchor=3), gated), (base, 0),
                         (reference.PostTrained(base, 1, 1, r), paired),
                         (reference.PostTrained(base, 1, 1, r, naive=True), 0)):
-        close(train_toy.fusion_share(model), work / layer, 1e-9, "multiply-adds of the fusion")
+        close(toy.fusion_share(model), work / layer, 1e-9, "multiply-adds of the fusion")
 
 
-VOCAB = [train_toy.END, "One", " day", " <script>alert('1')</script>", ' &"]]>', "\x0b\ufffe", "\n"]
+VOCAB = [toy.END, "One", " day", " <script>alert('1')</script>", ' &"]]>', "\x0b\ufffe", "\n"]
 
 
 @pytest.mark.parametrize("kind,marks,canvases,colors", [
@@ -1865,7 +1865,7 @@ def test_script_watch(capsys, kind, marks, canvases, colors):
     masks words that a step has changed are dim, as they may be noise."""
     model = random_model(kind, vocab_size=7, n_anchor=3)
     model = reference.PostTrained(model, 1, 1, 4) if kind == "UniformLM" else model
-    watch = sample_script.Watch(model, train_toy.Tokenizer(VOCAB), [7, 7, 2, 2], 9, True)
+    watch = sample_script.Watch(model, toy.Tokenizer(VOCAB), [7, 7, 2, 2], 9, True)
     watch.terminal, watch.pause = True, 0
     text = dict(enumerate(VOCAB)) | {5: "··", 7: " ███"}
     for step, (digits, colors_now) in enumerate(zip(canvases, colors)):
@@ -1883,7 +1883,7 @@ def test_script_watch(capsys, kind, marks, canvases, colors):
 def test_script_svg(kind, remask):
     """Well-formed, without markup from the text; what is shown at any time is that frame."""
     model = random_model(kind, vocab_size=7)
-    watch = sample_script.Watch(model, train_toy.Tokenizer(VOCAB), [7] * 6, 30, False)
+    watch = sample_script.Watch(model, toy.Tokenizer(VOCAB), [7] * 6, 30, False)
     reference.sample(model, 2, 6, 30, 4, remask=remask, eta=0.9, generator=rng(3), callback=watch)
     picture = sample_script.svg(watch, 'K < 4 & "more"')
     root, name = xml.etree.ElementTree.fromstring(picture), "{http://www.w3.org/2000/svg}"
@@ -1935,7 +1935,7 @@ def blank(source, names):
     for name in names:
         if not any(f"{n}.".startswith(f"{name}.") for n in found):
             near = difflib.get_close_matches(name, found, 3, 0.5) or NAMES
-            raise train_toy.UserError(f"tadm.py has no {name}; it has {', '.join(near)}")
+            raise toy.UserError(f"tadm.py has no {name}; it has {', '.join(near)}")
     for name, (f, doc) in reversed(found.items()):  # backwards: line numbers hold
         if name in names or name.partition(".")[0] in names:
             start = f.body[1 if ast.get_docstring(f) else 0]
@@ -1996,7 +1996,7 @@ paired.c, c_cached, h_cached, m, gate, h_fused: Eq. 48-54 for one canvas, rank 4
 @torch.no_grad()
 def test_vectors_are_what_our_code_computes(tmp_path, monkeypatch):
     path = tmp_path / "new" / "vectors.npz"
-    with pytest.raises(train_toy.UserError, match="npz"):
+    with pytest.raises(toy.UserError, match="npz"):
         main(["--vectors", "tadm.py"])
     assert main(["--vectors", str(path)]) == 0 and len(list(path.parent.iterdir())) == 1
     v = {name: torch.from_numpy(a) for name, a in np.load(path).items() if name != "about"}
@@ -2041,7 +2041,7 @@ def test_homework_keeps_all_but_the_bodies(capsys):
         return [(ast.unparse(n).partition(":\n")[0], ast.get_docstring(n)) for n in defined]
 
     assert outline(printed) == outline(ours), "names, arguments and docstrings stay"
-    with pytest.raises(train_toy.UserError, match="has no layer_call; it has layer_calls"):
+    with pytest.raises(toy.UserError, match="has no layer_call; it has layer_calls"):
         main(["--blank", "layer_call"])
 
 
@@ -2079,7 +2079,7 @@ def test_homework_that_loops_is_stopped():
 
     what = "test_x was stopped after 0.05 s in (sample|forever), line"
     with pytest.raises(pytest.fail.Exception, match=what), limited("test_x", 0.05):
-        reference.sample(Toy(2), 1, 2, 2, callback=forever)
+        reference.sample(Spy(2), 1, 2, 2, callback=forever)
 
 
 def test_homework_table_of_the_readme():
@@ -2101,7 +2101,7 @@ def test_homework_table_of_the_readme():
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Homework and test vectors.")
-    parser.error = train_toy.fail
+    parser.error = toy.fail
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--blank", nargs="+", metavar="NAME",
                       help="print tadm.py without these bodies")
@@ -2111,16 +2111,16 @@ def main(argv=None):
         print(blank(inspect.getsource(reference), args.blank), end="")
         return 0
     if not args.vectors.endswith(".npz"):
-        raise train_toy.UserError(f"--vectors {args.vectors} must end in .npz")
+        raise toy.UserError(f"--vectors {args.vectors} must end in .npz")
 
     def write(part):
         with open(part, "wb") as file:
             np.savez(file, **vectors())
 
-    train_toy.write_file(args.vectors, "--vectors", write)
+    toy.write_file(args.vectors, "--vectors", write)
     print(f"wrote {args.vectors}; its array \"about\" says what is inside")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(train_toy.shielded(main, "test_tadm.py"))
+    sys.exit(toy.shielded(main, "test_tadm.py"))
