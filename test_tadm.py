@@ -848,15 +848,15 @@ def test_sampler_conf_remasks_the_doubtful():
 
 
 @pytest.mark.parametrize("steps,K,options", [
-    (10, 4, {}), (10, 1, {}), (1, 3, {}), (60, 7, {}), (60, 7, {"remask": "cap"}),
-    (9, 3, {"spacing": "log"}), (10, 20, {"spacing": "log"})])
+    (10, 4, {}), (10, 1, {}), (1, 3, {}), (60, 7, {}), (9, 3, {"spacing": "log"}),
+    (10, 20, {"spacing": "log"}), (60, 7, {"remask": "cap", "temperature": 1.0, "top_p": 0.0})])
 def test_cache_is_made_when_it_is_due(steps, K, options):
     """Algorithm 1 step by step, with the likeliest tokens of a table: from the token on the left,
     now and in the cache. A step that reveals nothing needs no prediction."""
     table = torch.randn(5, 5, 4, generator=rng())
     model = Spy(4, lambda z, cache: table[z.roll(1, dims=1), cache.roll(1, dims=1)])
     model.depths = (5, 2)
-    _, stats, rows = recorded(model, 3, 6, steps, K, temperature=0, **options)
+    _, stats, rows = recorded(model, 3, 6, steps, K, **{"temperature": 0} | options)
     skips = tadm is reference or stats["denoiser_calls"] < steps  # not to skip is right, but slow
     due = reference.refresh_steps(steps, K, options.get("spacing", "even"))
     anchors, predicted = [], []
