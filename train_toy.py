@@ -349,11 +349,6 @@ def train(args, checkpoint, path, x_train, x_val, tokenizer, data_hash):
             if not due:
                 continue
 
-            # A text says more than a number.
-            z, _ = generate(ema, 1, args.seq_len, 4, g)
-            text = tokenizer.decode(z[0].tolist()).replace("\n", " ")
-            tqdm.write(f"step {step}: bound {nats:.3f} nats/token | {text[:100]}")
-
             # All that the next step depends on: a resumed run ends with the very same weights.
             state = {
                 "format": FORMAT, "config": vars(config), "args": vars(args), "step": step,
@@ -365,6 +360,11 @@ def train(args, checkpoint, path, x_train, x_val, tokenizer, data_hash):
                 must_not_exist(path)  # another run may have come first
             write_file(path, "--out", functools.partial(torch.save, state))
             saved = step
+
+            # A text says more than a number.
+            z, _ = generate(ema, 1, args.seq_len, 4, g)
+            text = tokenizer.decode(z[0].tolist()).replace("\n", " ")
+            tqdm.write(f"step {step}: bound {nats:.3f} nats/token | {text[:100]}")
             if stops:
                 command = shlex.join(["python", "train_toy.py", "--resume", str(path)])
                 tqdm.write(f"stopped at step {step}, all saved; to go on: {command}")
