@@ -849,7 +849,7 @@ def test_cache_is_made_when_it_is_due(steps, K, options):
     _, stats, rows = recorded(model, 3, 6, steps, K, **{"temperature": 0} | options)
     skips = tadm is ref or stats["denoiser_calls"] < steps  # not to skip is right, but slow
     due = ref.refresh_steps(steps, K, options.get("spacing", "even"))
-    anchors, predicted = [], []
+    anchors = []  # of each prediction, the step of its anchor
     for j, (before, after, age) in enumerate(rows):
         last = max(d for d in due if d <= j)
         saw, what = rows[last][0], f"Algorithm 1, T = {steps}, K = {K}, step {j}"
@@ -858,13 +858,13 @@ def test_cache_is_made_when_it_is_due(steps, K, options):
         assert torch.equal(after[shown], before[shown]), f"{what}: a visible token stays"
         if not new.any() and skips:
             continue
-        z, cache = model.predicted[len(predicted)]
+        z, cache = model.predicted[len(anchors)]
         assert torch.equal(z, before), f"{what} predicts from the canvas before"
         assert torch.equal(cache, saw), f"{what} uses the anchor of step {last}, then reused"
         likeliest = model.logits(before, saw).argmax(-1)
         assert torch.equal(after[new], likeliest[new]), f"{what}: what is revealed is predicted"
-        anchors, predicted = anchors + [last], predicted + [j]
-    n, calls = len(set(anchors)), len(predicted)
+        anchors.append(last)
+    n, calls = len(set(anchors)), len(anchors)
     assert len(model.refreshed) == n and len(model.predicted) == calls, f"Algorithm 1, due: {due}"
     assert stats == {"steps": steps, "anchor_calls": n, "denoiser_calls": calls,
                      "layer_calls": 5 * n + 2 * calls}, "stats, Eq. 11: the calls really made"
@@ -1683,15 +1683,18 @@ BAD = {
     "train_toy.py --posttrain @/tadm.pt": "mdlm",
     "train_toy.py --posttrain @/mdlm.pt --anchors stale": "--anchors",
     "train_toy.py --posttrain @/mdlm.pt --preset gpu": "has --preset cpu",
+    "train_toy.py --posttrain @/mdlm.pt --model uniform": "a run from",
     "train_toy.py --resume": "no checkpoint",
     "train_toy.py --resume @/tadm.pt --d-model 32": "has --d-model 16",
     "train_toy.py --resume @/tadm.pt --out elsewhere": "has --out",
     "train_toy.py --resume @/tadm.pt --posttrain @/mdlm.pt": "not allowed with",
     "train_toy.py --resume unfit.pt": "damaged",
+    "train_toy.py --resume parts.pt": "not a checkpoint",
     "sample.py none.pt": "no checkpoint",
     "sample.py other.pt": "not a checkpoint",
     "sample.py cut.pt": "not a checkpoint",
     "sample.py damaged.pt": "damaged",
+    "sample.py nan.pt": "not finite",
     "sample.py @/tadm.pt --prompt 1234567890123": "shorten",
     "sample.py @/tadm.pt --prompt 5%": "'%'",
     "sample.py @/tadm.pt --num 0": "num",
@@ -1718,9 +1721,13 @@ def test_script_bad_input(run, trained, line):
     for name, change in (("unfit", {"optimizers": [{}, {}]}), ("damaged", {"ema": {}}),
                          ("moved", {"data_hash": "another"}), ("other", {"format": 1})):
         torch.save(good | change, f"{name}.pt")
+    torch.save({"format": good["format"], "ema": good["ema"]}, "parts.pt")
+    good["ema"]["head.bias"][0] = math.nan
+    torch.save(good, "nan.pt")
     Path("folder.svg").mkdir()
     code, _, errors = run(line)
     assert code == 2 and len(errors) == 1 and BAD[line] in errors[0], errors
+    assert not Path("out").exists(), "a run that is refused leaves no folder"
 
 
 def test_script_defaults_follow_data_model_and_checkpoint(trained):
@@ -1752,8 +1759,9 @@ def test_script_data_may_move_but_not_change(run, trained, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full disk")
-def test_script_without_outputs(monkeypatch, capfd):
-    """Closed streams, as by >&-, are no fault; a full disk is told in one line."""
+def test_script_without_outputs(trained, tmp_path, monkeypatch, capfd):
+    """Closed streams, as by >&-, are no fault; a full disk is told in one line. A step is saved
+    before it is printed."""
     argv = [str(sample_script.SHIPPED), "--steps", "3", "--watch"]
     with open("/dev/full", "w", encoding="utf-8") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
@@ -1762,6 +1770,14 @@ def test_script_without_outputs(monkeypatch, capfd):
         patch.setattr(sys, "stderr", None)
         assert sample_script.main(argv) == 0
     assert "sample.py: cannot print (No space left" in capfd.readouterr().err
+
+    def broken(_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(toy.tqdm, "write", broken)
+    with pytest.raises(BrokenPipeError):
+        toy.run(words(f"TINY --out {tmp_path}", trained))
+    assert toy.load_checkpoint(tmp_path / "tadm.pt")["step"] == 1
 
 
 def test_script_compare_agrees_with_direct_calls(run, trained):

@@ -287,6 +287,9 @@ def train(args, checkpoint, path, x_train, x_val, tokenizer, data_hash):
         config = tadm.Config(len(tokenizer.vocab), args.seq_len, args.d_model, args.n_heads,
                              args.n_anchor, args.n_denoiser)
         model = make_model(args.model, config).to(device)
+    with explained(f"--out {args.out} cannot be written: choose another", OSError):
+        os.makedirs(args.out, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.out).close()
     if args.posttrain:
         model.base.load_state_dict(checkpoint["ema"])
     # An average over the last steps is less noisy than the weights: it is evaluated and sampled.
@@ -575,7 +578,7 @@ def parse(argv):
     args = parser.parse_args(argv)
     for name in fixed:
         if getattr(args, name) != known[name]:
-            fail(f"{source} has {flag(name)} {known[name]}: leave that option out")
+            fail(f"a run from {source} has {flag(name)} {known[name]}: leave that option out")
     if args.model not in ("tadm", "adlm") and (args.gamma or args.anchors):
         fail("--gamma and --anchors have an effect on tadm and adlm only: leave them out")
     args.anchors = args.anchors or {"tadm": "stale", "adlm": "fresh"}.get(args.model)
@@ -653,7 +656,8 @@ def load_checkpoint(path):
     message = f"{path} is not a checkpoint of this project, or of another version of it"
     with explained(message, Exception):  # torch raises all kinds
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["format"] != FORMAT:
+        parts = {"config", "args", "step", "vocab", "data_hash", "ema"}
+        if checkpoint["format"] != FORMAT or parts - checkpoint.keys():
             raise ValueError("another format")
     return checkpoint
 
@@ -663,6 +667,8 @@ def build(checkpoint, device):
     with explained("the checkpoint is damaged: its parts do not fit together", Exception):
         model = make_model(checkpoint["args"]["model"], tadm.Config(**checkpoint["config"]))
         model.load_state_dict(checkpoint["ema"])
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise ValueError("weights that are not finite")
     return model.to(device).eval(), Tokenizer(checkpoint["vocab"])
 
 
@@ -695,9 +701,6 @@ def run(argv):
     path = Path(args.resume or f"{args.out}/{args.model}.pt")
     if not args.resume:
         must_not_exist(path)
-    with explained(f"--out {args.out} cannot be written: choose another", OSError):
-        os.makedirs(args.out, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.out).close()
     device = pick_device(args.device)
     try:
         if args.data == "tinystories":
@@ -712,6 +715,7 @@ def run(argv):
     model = train(args, checkpoint, path, x_train, x_val, tokenizer, data_hash)
     if model is None:
         return 130
+    print(f"saved {path}; measuring it")
     report(model, x_val, tokenizer, args, path)
     return 0
 
